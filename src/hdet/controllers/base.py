@@ -1,0 +1,65 @@
+"""The contract of a controller: state and one round's evidence in, state and a decision out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from hdet.spread import FloatArray
+
+
+class Evidence(NamedTuple):
+    """What one round showed.
+
+    Attributes:
+        losses: mean loss of each replica, shape (N,). NaN or infinite where a replica has none that counts.
+        multipliers: what each knob (row) was multiplied by on each replica (column), shape (K, N).
+    """
+
+    losses: FloatArray
+    multipliers: FloatArray
+
+
+class Decision(NamedTuple):
+    """What a controller decides.
+
+    Attributes:
+        factors: what to multiply each knob's base value by, shape (K,). Positive and finite.
+        info: named numbers for the history.
+    """
+
+    factors: FloatArray
+    info: Mapping[str, tuple[float, ...]]
+
+
+class Controller(Protocol):
+    """A pure function of its state and the evidence; the state is a NamedTuple of arrays of shape (K,)."""
+
+    def init(self, num_knobs: int) -> Any: ...
+
+    def update(self, state: Any, evidence: Evidence) -> tuple[Any, Decision]: ...
+
+
+def pack_state(state: Any) -> dict[str, list[float]]:
+    """A controller's state as plain types."""
+    return {name: value.tolist() for name, value in state._asdict().items()}
+
+
+def unpack_state(packed: Mapping[str, Any], like: Any) -> Any:
+    """The inverse of :func:`pack_state`; ``like`` is a fresh state of the same controller."""
+    if set(packed) != set(like._fields):
+        raise ValueError(
+            f"controller state must have the fields {sorted(like._fields)}, but got {sorted(packed)}; "
+            "the checkpoint was made with another controller"
+        )
+    arrays = {}
+    for name, template in like._asdict().items():
+        array = np.asarray(packed[name], dtype=np.float64)
+        if array.shape != template.shape or not np.isfinite(array).all():
+            raise ValueError(
+                f"controller state {name!r} must be {template.shape[0]} finite numbers, but got {packed[name]!r}"
+            )
+        arrays[name] = array
+    return type(like)(**arrays)

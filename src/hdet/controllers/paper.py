@@ -1,0 +1,72 @@
+"""The paper's controller (Eq. 4 to 7), with a velocity relative to the base value."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hdet.controllers.base import Decision, Evidence
+from hdet.spread import FloatArray
+
+
+class PaperState(NamedTuple):
+    """Velocity of each knob, relative to its base value."""
+
+    velocity: FloatArray
+
+
+class PaperController:
+    r"""Moves each base value towards the loss-weighted mean of what the replicas tried.
+
+    .. math::
+        s_r &= (\bar L - L_r) / \sigma, \quad w = \mathrm{softmax}(s)                    & (4) \\
+        \Delta &= \textstyle\sum_r w_r \rho_r - \overline{\rho}                            & (5, 6) \\
+        v &\leftarrow \beta v + (1-\beta) \Delta, \quad \eta \leftarrow \eta (1 + \lambda v) & (7)
+
+    Delta and v are fractions of the base value, so that a velocity learned at a high learning rate cannot push a
+    small one below zero; the decay of Eq. 7 and 8 belongs to the schedule. Since :math:`|v| \le \alpha`, one round
+    moves a base value by at most the factor :math:`1 \pm \lambda\alpha`.
+
+    A replica without a finite loss has weight 0, as if its loss were infinite. When none has one, the state is left
+    alone.
+
+    Args:
+        temperature: sigma > 0, the loss difference that counts as a lot.
+        rate: lambda >= 0.
+        momentum: beta in [0, 1).
+    """
+
+    def __init__(self, temperature: float = 0.002, rate: float = 0.5, momentum: float = 0.9) -> None:
+        self.temperature = temperature
+        self.rate = rate
+        self.momentum = momentum
+
+    def init(self, num_knobs: int) -> PaperState:
+        return PaperState(velocity=np.zeros(num_knobs))
+
+    def update(self, state: PaperState, evidence: Evidence) -> tuple[PaperState, Decision]:
+        rho = evidence.multipliers
+        finite = np.isfinite(evidence.losses)
+        if not finite.any():
+            return state, Decision(np.ones(len(rho)), {"velocity": tuple(state.velocity.tolist())})
+        weights = softmax_weights(evidence.losses, self.temperature)
+        delta = rho @ weights - rho.mean(axis=1)
+        velocity = self.momentum * state.velocity + (1 - self.momentum) * delta
+        # A rate so large that one round could cross zero is cut to a factor that stays positive.
+        factors = np.maximum(1 + self.rate * velocity, 0.1)
+        info = {
+            "weights": tuple(weights.tolist()),
+            "delta": tuple(delta.tolist()),
+            "velocity": tuple(velocity.tolist()),
+        }
+        return PaperState(velocity), Decision(factors, info)
+
+
+def softmax_weights(losses: FloatArray, temperature: float) -> FloatArray:
+    """Eq. 4. The best replica is subtracted first: softmax does not see it, and nothing overflows."""
+    finite = np.isfinite(losses)
+    score = np.zeros(len(losses))
+    score[finite] = np.exp((losses[finite].min() - losses[finite]) / temperature)
+    weights: FloatArray = score / score.sum()
+    return weights

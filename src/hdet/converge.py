@@ -1,0 +1,152 @@
+"""Converge: the replicas' weights become their mean (Eq. 3), in buckets, without a second copy of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hdet.replicas import Replicas
+
+BUCKET_BYTES = 24 * 2**20
+"""Size of one bucket. Two are in use at a time, and they are all a converge allocates."""
+
+
+class _Bucket(NamedTuple):
+    buffer: Tensor
+    pieces: list[Tensor]
+    views: list[Tensor]
+    work: dist.Work
+
+
+def is_healthy(tensors: Sequence[Tensor]) -> bool:
+    """Whether every floating-point value is finite. Waits for the device."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for t in _floating(tensors):
+        by_kind.setdefault((t.device, t.dtype), []).append(t)
+    # The norm is the fastest pass over memory torch has and finite almost always; it may overflow where the values
+    # do not, so only a non-finite norm is worth a look at the values themselves.
+    norms = [torch.stack(torch._foreach_norm(kind)).double().sum() for kind in by_kind.values()]
+    if math.isfinite(sum(norm.item() for norm in norms)):
+        return True
+    return all(bool(torch.isfinite(piece).all()) for t in _floating(tensors) for piece in _pieces(t, BUCKET_BYTES))
+
+
+@torch.no_grad()
+def mean_(tensors: Iterable[Tensor], replicas: Replicas, healthy: Sequence[bool]) -> Tensor:
+    """Replace each tensor by its mean over the healthy replicas, in place and bit-identically on all of them.
+
+    Floating-point and complex tensors are summed in float32 (float64 for float64), whatever their own precision;
+    integer and boolean tensors become the maximum. Tensors may be strided, empty or expanded. A replica that is not
+    healthy contributes nothing and receives the mean.
+
+    Returns:
+        The Euclidean distance between this replica's floating-point values and the mean, as a 0-d tensor that nobody
+        has waited for.
+    """
+    tensors = [_memory(t) for t in tensors]
+    contributes = healthy[replicas.index]
+    _max_integers_([t for t in tensors if not t.is_floating_point()], replicas, contributes)
+
+    num_healthy = sum(healthy)
+    squares: list[Tensor] = []
+    in_flight: list[_Bucket] = []
+    spare: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+
+    def finish(bucket: _Bucket) -> None:
+        bucket.work.wait()
+        for piece, total in zip(bucket.pieces, bucket.views, strict=True):
+            # In place, while the piece is in cache: first the displacement, for the distance, then the mean.
+            piece.sub_(total, alpha=1 / num_healthy)
+            squares.append(torch.linalg.vector_norm(piece, dtype=total.dtype).square_())
+            torch.div(total, num_healthy, out=piece)
+        spare[_kind(bucket.pieces[0])].append(bucket.buffer)
+
+    for pieces in _buckets(_floating(tensors)):
+        if len(in_flight) == 2:
+            finish(in_flight.pop(0))
+        kind = _kind(pieces[0])
+        free = spare.setdefault(kind, [])
+        size = sum(piece.numel() for piece in pieces)
+        buffer = free.pop() if free else torch.empty(_capacity(kind[1]), dtype=kind[1], device=kind[0])
+        flat = buffer[:size]
+        views = [v.view(p.shape) for v, p in zip(torch.split(flat, [p.numel() for p in pieces]), pieces, strict=True)]
+        if contributes:
+            torch._foreach_copy_(views, pieces)
+        else:
+            flat.zero_()
+        work = dist.all_reduce(flat, group=replicas.group, async_op=True)
+        in_flight.append(_Bucket(buffer, pieces, views, work))
+    for bucket in in_flight:
+        finish(bucket)
+    if not squares:
+        return torch.zeros(())
+    return torch.stack([s.double().cpu() if s.device.type == "mps" else s.double() for s in squares]).sum().sqrt()
+
+
+def _max_integers_(tensors: list[Tensor], replicas: Replicas, contributes: bool) -> None:
+    for device in dict.fromkeys(t.device for t in tensors):
+        here = [t for t in tensors if t.device == device and t.numel()]
+        if not here:
+            continue
+        flat = torch.cat([t.reshape(-1).to(torch.int64) for t in here])
+        if not contributes:
+            flat.fill_(torch.iinfo(torch.int64).min)
+        dist.all_reduce(flat, dist.ReduceOp.MAX, group=replicas.group)
+        for t, values in zip(here, torch.split(flat, [t.numel() for t in here]), strict=True):
+            t.copy_(values.view(t.shape))
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """A view that names every element of memory once: expanded dimensions are cut to length 1."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _floating(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [m for t in tensors if (m := _memory(t)).is_floating_point() and m.numel()]
+
+
+def _kind(piece: Tensor) -> tuple[torch.device, torch.dtype]:
+    return piece.device, torch.float64 if piece.dtype == torch.float64 else torch.float32
+
+
+def _capacity(dtype: torch.dtype) -> int:
+    return BUCKET_BYTES // dtype.itemsize
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Pack the tensors into buckets. A function of shapes and dtypes alone, so that all replicas pack alike."""
+    for kind in dict.fromkeys(_kind(t) for t in tensors):
+        capacity = _capacity(kind[1])
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if _kind(tensor) != kind:
+                continue
+            for piece in _pieces(tensor, capacity):
+                if size + piece.numel() > capacity:
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append(piece)
+                size += piece.numel()
+        yield bucket
+
+
+def _pieces(tensor: Tensor, capacity: int) -> Iterator[Tensor]:
+    """Views of at most ``capacity`` elements: halves along the longest dimension, so strides do not matter."""
+    if tensor.numel() <= capacity:
+        yield tensor
+        return
+    dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
+    half = tensor.shape[dim] // 2
+    yield from _pieces(tensor.narrow(dim, 0, half), capacity)
+    yield from _pieces(tensor.narrow(dim, half, tensor.shape[dim] - half), capacity)

@@ -1,0 +1,205 @@
+"""Who the replicas are: a process group, a mesh dimension, or this process alone."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from hdet.spread import FloatArray
+
+# How often this process has called `agree` in each group: all its ranks count alike, so that (group, number) names
+# one meeting in the store.
+_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+class Replicas:
+    """The copies of one model. ``index`` is this process's place among ``count`` replicas."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.index = dist.get_rank(group) if group is not None else 0
+        self.count = dist.get_world_size(group) if group is not None else 1
+        self._device = _collective_device(group) if group is not None else torch.device("cpu")
+        self._board = ""
+
+    def agree(self, facts: Mapping[str, Any], *, wait: bool = True) -> None:
+        """Raise on every replica when replicas disagree about ``facts``. No collective, no weights touched.
+
+        The meeting takes place in the process group's key-value store, where a replica that never comes, or comes
+        with other arguments, is found out instead of leaving the rest in a collective that cannot match. The cost is
+        a handful of small messages a replica, whatever their number. With ``wait=False`` this replica only states its
+        facts.
+        """
+        if self.group is None or self.count == 1:
+            return
+        meeting = _meetings[self.group] = _meetings.get(self.group, 0) + 1
+        ranks = dist.get_process_group_ranks(self.group)
+        key = self._board = f"hdet/{ranks[0]}-{len(ranks)}-{zlib.crc32(repr(ranks).encode())}/{meeting}"
+        store = _store()
+        text = json.dumps({name: str(value) for name, value in facts.items()})
+        store.set(f"{key}/facts/{self.index}", text)
+        num_same = store.add(f"{key}/digest/{zlib.crc32(text.encode())}", 1)
+        if store.add(f"{key}/arrived", 1) == self.count:
+            # Last to arrive, so every digest has been counted. Only a quarrel is worth reading everyone's facts.
+            verdict = "" if num_same == self.count else self._quarrel(store, key)
+            store.set(f"{key}/verdict", verdict or "agreed")
+        if not wait:
+            return
+        try:
+            verdict = store.get(f"{key}/verdict").decode()
+        except Exception as error:  # torch raises several types for a store that times out
+            missing = [r for r in range(self.count) if not store.check([f"{key}/facts/{r}"])]
+            raise RuntimeError(
+                f"replicas {missing} did not construct the scheduler while replica {self.index} waited for them; "
+                "construct it on every rank of the process group, with the same arguments"
+            ) from error
+        if verdict != "agreed":
+            raise ValueError(verdict)
+
+    def _quarrel(self, store: Store, key: str) -> str:
+        facts = [json.loads(store.get(f"{key}/facts/{r}")) for r in range(self.count)]
+        lines = []
+        for name in facts[0]:
+            by_value: dict[str, list[int]] = {}
+            for r, fact in enumerate(facts):
+                by_value.setdefault(str(fact.get(name)), []).append(r)
+            if len(by_value) > 1:
+                said = ", ".join(f"{value} on replicas {rs}" for value, rs in by_value.items())
+                lines.append(f"{name}={said}")
+        return "replicas must agree about their arguments and parameters, but got " + "; ".join(lines)
+
+    def gather(self, values: Sequence[float], *, step: int) -> FloatArray:
+        """Every replica's ``values``, one row each. Names who is missing when the collective fails."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+        if self.group is None:
+            return mine.numpy()[None]
+        if self._board:
+            _store().set(f"{self._board}/step/{self.index}", str(step))
+        rows = [torch.empty_like(mine) for _ in range(self.count)]
+        try:
+            dist.all_gather(rows, mine, group=self.group)
+            return torch.stack(rows).cpu().numpy()
+        except RuntimeError as error:
+            raise RuntimeError(self._who_is_missing(step)) from error
+
+    def _who_is_missing(self, step: int) -> str:
+        lost = f"replica {self.index} lost the others at the converge of step {step}"
+        try:
+            store = _store()
+            steps = {}
+            for r in range(self.count):
+                key = f"{self._board}/step/{r}"
+                steps[r] = int(store.get(key)) if store.check([key]) else 0
+        except Exception:  # the process that hosts the store may be the one that died
+            return f"{lost}; their steps cannot be read, because the process group's store is gone too"
+        late = {r: s for r, s in steps.items() if s != step}
+        return (
+            f"{lost}; last converge reached by each of the missing replicas (replica: step): {late}. Every replica "
+            "must take the same number of optimizer steps: check for uneven data, skipped steps or a crashed rank"
+        )
+
+
+def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None, *, spread: float) -> Replicas:
+    """The replicas that train ``optimizer``'s parameters; those of the default group, unasked, where spread is 0.
+
+    Without a ``process_group``: the default group for ordinary parameters; for DTensors the one mesh dimension
+    along which all of them are replicated. Raises ValueError where there are no replicas to fan out, only shards.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Replicas(None)
+    if spread == 0:
+        return Replicas(process_group or dist.group.WORLD)
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        raise ValueError(
+            "optimizer must not shard its state across ranks, but got ZeroRedundancyOptimizer: each rank updates "
+            "only its own shard, so a learning rate per rank would become a learning rate per shard; use the "
+            "plain optimizer"
+        )
+    if process_group is not None:
+        return Replicas(process_group)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(type(p).__name__ == "FlatParameter" or getattr(p, "_fsdp_flattened", False) for p in parameters):
+        raise ValueError(
+            "parameters are sharded by FullyShardedDataParallel, so ranks hold shards, not replicas; pass "
+            "process_group= the group of ranks that hold the same shard (HYBRID_SHARD), or use DDP"
+        )
+    sharded = [p for p in parameters if isinstance(p, DTensor)]
+    if not sharded:
+        return Replicas(dist.group.WORLD)
+    mesh = sharded[0].device_mesh
+    names = mesh.mesh_dim_names or tuple(str(d) for d in range(mesh.ndim))
+    replicated = [
+        d
+        for d in range(mesh.ndim)
+        if mesh.size(d) > 1
+        and len(sharded) == len(parameters)
+        and all(p.device_mesh == mesh and isinstance(p.placements[d], Replicate) for p in sharded)
+    ]
+    if len(replicated) != 1:
+        raise ValueError(
+            "parameters are DTensors, and exactly one mesh dimension along which all of them are replicated is "
+            f"needed to find the replicas, but got {[names[d] for d in replicated]} of {list(names)}; pass "
+            'process_group=mesh.get_group("...") of the data-parallel replicate dimension; with none there are '
+            "only shards, no replicas to fan out"
+        )
+    return Replicas(mesh.get_group(replicated[0]))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, sharing its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def trained_parameters(optimizer: Optimizer, model: nn.Module | None) -> list[nn.Parameter]:
+    """Every parameter of the optimizer and the model, each once."""
+    found: dict[int, nn.Parameter] = {}
+    groups: Iterable[Iterable[nn.Parameter]] = [g["params"] for g in optimizer.param_groups]
+    for source in [*groups, *([model.parameters()] if model is not None else [])]:
+        for parameter in source:
+            found.setdefault(id(parameter), parameter)
+    return list(found.values())
+
+
+def check_parameters(parameters: Iterable[Tensor]) -> None:
+    """Refuse what has no well-defined mean."""
+    for index, parameter in enumerate(parameters):
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"parameters must have a shape, but parameter {index} is a lazy one; run one forward pass first"
+            )
+        if parameter.layout != torch.strided:
+            raise ValueError(
+                f"parameters must be dense, but parameter {index} has layout {parameter.layout}, whose entries need "
+                "not match between replicas; use a dense parameter (sparse gradients are fine)"
+            )
+
+
+def shape_digest(tensors: Iterable[Tensor]) -> int:
+    """A number that differs between ranks whose tensors differ in count, shape or dtype."""
+    digest = 0
+    for t in tensors:
+        digest = zlib.crc32(f"{tuple(t.shape)}{t.dtype}".encode(), digest)
+    return digest
+
+
+def _store() -> Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _collective_device(group: dist.ProcessGroup) -> torch.device:
+    """Where small collectives live: the host if the backend can, else the accelerator."""
+    types = {device.type for device in group._device_types}
+    if "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(next(iter(types)), torch.accelerator.current_device_index())

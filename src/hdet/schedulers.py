@@ -1,0 +1,395 @@
+"""Learning-rate schedulers: thin faces of the round loop."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from hdet.controllers import PaperController
+from hdet.history import RoundRecord
+from hdet.replicas import check_parameters, find_replicas, shape_digest, trained_parameters
+from hdet.rounds import RoundLoop
+from hdet.signal import Loss
+
+Decay = Literal["schedule", "floor", "printed"]
+
+STATE_VERSION = 1
+_SCHEDULE_KEYS = ("total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum", "base_lrs")
+
+
+class OneCycleAutoLR(OneCycleLR):
+    r"""Torch's OneCycleLR, with replicas that disagree about the learning rate on purpose.
+
+    Each replica trains with its own multiple of the schedule's learning rate (Eq. 1 and 2), every
+    ``model_sync_interval`` steps and at the last step the weights are averaged (Eq. 3), and with ``enable_auto_lr`` the
+    shared learning rate of every param group moves towards what worked (Eq. 4 to 8). With
+    ``ensemble_lr_spread_ratio=0`` and auto-LR off this *is* OneCycleLR, to the last bit. With one process it warns once
+    and trains as OneCycleLR.
+
+    Call ``step(loss)`` after ``optimizer.step()``. All ranks must construct, step and converge together.
+
+    Args:
+        optimizer, max_lr, total_steps, epochs, steps_per_epoch, pct_start, anneal_strategy, cycle_momentum,
+            base_momentum, max_momentum, div_factor, final_div_factor, three_phase, last_epoch: as in OneCycleLR.
+            Resuming through ``last_epoch`` continues the schedule, but what the controller learned comes back only
+            through :meth:`load_state_dict`.
+        ensemble_lr_spread_ratio: alpha in [0, 1): replicas use learning rates from (1 - alpha) to (1 + alpha) times
+            the base.
+        model_sync_interval: T >= 1, optimizer steps between converges.
+        auto_lr_warmup_steps: steps before the controller may act; it acts at converges after that.
+        enable_auto_lr: whether the controller acts at all.
+        loss_scale: sigma > 0, temperature of the softmax over replicas.
+        lr_of_lr: lambda >= 0, how far the base moves with the velocity.
+        momentum_of_lr: beta in [0, 1), smoothing of the velocity.
+        rank, world_size: accepted for compatibility and ignored; the process group decides.
+        model: average its buffers too (BatchNorm statistics): floats become the mean, integers the maximum.
+        process_group: the ranks that hold replicas; default all of them.
+        decay: how the base falls while auto-LR is on. ``"schedule"``: as OneCycleLR does. ``"floor"``: geometrically,
+            from the peak or from ``auto_lr_warmup_steps``, whichever is later, to the schedule's ``min_lr`` at the end.
+            ``"printed"``: the same towards ``final_div_factor / div_factor`` of the start, as Eq. 8 is printed; refused
+            where that would grow the learning rate.
+        lr_scale_bounds: what the controller learned stays inside these multiples of the schedule.
+        seed: of the private permutations. The global random state is never touched.
+
+    Example:
+        >>> import torch
+        >>> from hdet import OneCycleAutoLR
+        >>> weights = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = torch.optim.SGD([weights], lr=0.1)
+        >>> scheduler = OneCycleAutoLR(optimizer, max_lr=0.1, total_steps=10, model_sync_interval=5)
+        >>> loss = (weights ** 2).sum()
+        >>> loss.backward()
+        >>> optimizer.step(); scheduler.step(loss)
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_lr: float | list[float],
+        total_steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
+        pct_start: float = 0.3,
+        anneal_strategy: Literal["cos", "linear"] = "cos",
+        cycle_momentum: bool = True,
+        base_momentum: float | list[float] = 0.85,
+        max_momentum: float | list[float] = 0.95,
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+        three_phase: bool = False,
+        last_epoch: int = -1,
+        ensemble_lr_spread_ratio: float = 0.0,
+        model_sync_interval: int = 1000,
+        auto_lr_warmup_steps: int = 100_000,
+        enable_auto_lr: bool = False,
+        loss_scale: float = 0.002,
+        lr_of_lr: float = 0.5,
+        momentum_of_lr: float = 0.9,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        model: nn.Module | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        decay: Decay = "schedule",
+        lr_scale_bounds: tuple[float, float] = (1e-4, 1e4),
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}")
+        arguments: dict[str, Any] = {
+            "max_lr": max_lr,
+            "total_steps": total_steps,
+            "epochs": epochs,
+            "steps_per_epoch": steps_per_epoch,
+            "pct_start": pct_start,
+            "anneal_strategy": anneal_strategy,
+            "div_factor": div_factor,
+            "final_div_factor": final_div_factor,
+            "three_phase": three_phase,
+            "last_epoch": last_epoch,
+            "ensemble_lr_spread_ratio": ensemble_lr_spread_ratio,
+            "model_sync_interval": model_sync_interval,
+            "auto_lr_warmup_steps": auto_lr_warmup_steps,
+            "enable_auto_lr": enable_auto_lr,
+            "loss_scale": loss_scale,
+            "lr_of_lr": lr_of_lr,
+            "momentum_of_lr": momentum_of_lr,
+            "decay": decay,
+            "lr_scale_bounds": lr_scale_bounds,
+            "seed": seed,
+        }
+        _check_arguments(arguments)
+        replicas = find_replicas(optimizer, process_group, spread=ensemble_lr_spread_ratio)
+        parameters = trained_parameters(optimizer, model)
+        check_parameters(parameters)
+        sizes = f"{len(parameters)} tensors of {sum(p.numel() for p in parameters)} elements"
+        facts = {**arguments, "parameters": f"{sizes} (shapes {shape_digest(parameters):08x})"}
+        # Without a spread there is nothing to do together, so nobody waits; the others learn of it all the same.
+        replicas.agree(facts, wait=ensemble_lr_spread_ratio > 0)
+        if ensemble_lr_spread_ratio > 0 and replicas.count == 1:
+            warnings.warn(
+                f"ensemble_lr_spread_ratio={ensemble_lr_spread_ratio} has no effect with one replica: training "
+                "continues as OneCycleLR. Start several with torchrun, and initialise the process group first",
+                stacklevel=2,
+            )
+
+        self._loop: RoundLoop | None = None
+        self._decay: Decay = "schedule"
+        super().__init__(
+            optimizer,
+            max_lr,
+            total_steps,
+            epochs,
+            steps_per_epoch,
+            pct_start,
+            anneal_strategy,
+            cycle_momentum,
+            base_momentum,
+            max_momentum,
+            div_factor,
+            final_div_factor,
+            three_phase,
+            last_epoch,
+        )
+        self._loop = RoundLoop(
+            optimizer,
+            model,
+            replicas,
+            num_knobs=len(optimizer.param_groups),
+            spread=ensemble_lr_spread_ratio,
+            interval=model_sync_interval,
+            controller=PaperController(loss_scale, lr_of_lr, momentum_of_lr) if enable_auto_lr else None,
+            controller_start=auto_lr_warmup_steps,
+            scale_bounds=lr_scale_bounds,
+            seed=seed,
+            step=self.last_epoch,
+        )
+        self._decay_from = max(float(auto_lr_warmup_steps), self._schedule_phases[0]["end_step"], 0.0)
+        self._printed_ratio = div_factor / final_div_factor
+        self._decay = decay
+        self._refresh()
+
+        # torch restores param_groups from one rank's checkpoint, that rank's learning rate included.
+        this = weakref.ref(self)
+
+        def restore_own_lr(_: Optimizer) -> None:
+            if (scheduler := this()) is not None:
+                scheduler._refresh()
+
+        optimizer.register_load_state_dict_post_hook(restore_own_lr)
+
+    # -- the schedule -------------------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float | Tensor]:
+        """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
+        lrs = super().get_lr()
+        if self._decay != "schedule" and self.last_epoch > self._decay_from:
+            lrs = self._geometric_lrs()
+        self._schedule_lrs = lrs
+        if self._loop is None:
+            return lrs
+        return [lr * factor for lr, factor in zip(lrs, self._loop.factors, strict=True)]
+
+    def _geometric_lrs(self) -> list[float | Tensor]:
+        """Eq. 8: a constant gamma a round, applied smoothly, so that it holds for any T and any last round."""
+        # The schedule's value where the decay sets in, without get_lr's side effect on the momentum.
+        cycle_momentum, last_epoch = self.cycle_momentum, self.last_epoch
+        self.cycle_momentum, self.last_epoch = False, self._decay_from
+        try:
+            starts = super().get_lr()
+        finally:
+            self.cycle_momentum, self.last_epoch = cycle_momentum, last_epoch
+        progress = (self.last_epoch - self._decay_from) / (self.total_steps - self._decay_from)
+        lrs = []
+        for group, start in zip(self.optimizer.param_groups, starts, strict=True):
+            ratio = start / group["min_lr"] if self._decay == "floor" else self._printed_ratio
+            lrs.append(start * math.exp(-math.log(ratio) * progress))
+        return lrs
+
+    def _refresh(self) -> None:
+        """Write the current learning rates into the optimizer."""
+        self._update_lr(self.last_epoch)
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def step(self, loss: Loss | None = None) -> None:  # type: ignore[override]
+        """Advance by one optimizer step; end the round when it is due.
+
+        Args:
+            loss: this replica's loss of the step, as a number or a one-element float tensor on any device. It is not
+                read before the round ends. Optional where :meth:`observe` is used, or auto-LR is off.
+        """
+        loop = self._loop
+        if loop is not None and not self._is_initial:
+            if loss is not None:
+                loop.observe(loss)
+            step = self.last_epoch + 1
+            if step <= self.total_steps:  # beyond, torch raises
+                loop.end_step(step, [float(lr) for lr in self._schedule_lrs], last=step == self.total_steps)
+        super().step()
+
+    def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
+        """Add a loss to the round's mean without taking a step: micro-batches, or loops that call ``step()`` bare.
+
+        Args:
+            loss: as in :meth:`step`.
+            weight: what the loss counts, e.g. the number of tokens it is a mean over.
+        """
+        self._rounds.observe(loss, weight)
+
+    def converge(self) -> None:
+        """Average the weights now. A collective: every replica must call it, after the same number of steps."""
+        self._rounds.converge(self.last_epoch)
+
+    def converged(self) -> AbstractContextManager[None]:
+        """A block with the mean weights in place, for evaluating or saving; afterwards each replica has its own back.
+
+        Entering is a collective. Needs a second copy of the weights while the block lasts.
+        """
+        return self._rounds.converged(self.last_epoch)
+
+    @property
+    def history(self) -> list[RoundRecord]:
+        """One record per finished round, the newest last; the last 1000 are kept."""
+        return self._rounds.history
+
+    @property
+    def _rounds(self) -> RoundLoop:
+        assert self._loop is not None
+        return self._loop
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain types, the same on every rank: save it on one, load it on all.
+
+        To be saved together with the model right after a converge, after :meth:`converge`, or inside
+        :meth:`converged`; in between, the model on this rank is one of several different replicas, and this warns.
+        """
+        if self._rounds.mid_round(self.last_epoch):
+            warnings.warn(
+                f"state_dict() at step {self.last_epoch}, in the middle of a round: weights saved now are this "
+                "replica's alone. Save inside `with scheduler.converged():`, or call scheduler.converge() first",
+                stacklevel=2,
+            )
+        return {
+            "version": STATE_VERSION,
+            "last_epoch": self.last_epoch,
+            "step_count": self._step_count,
+            "schedule": {key: _plain(getattr(self, key)) for key in _SCHEDULE_KEYS},
+            "rounds": self._rounds.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``, and write the learning rates into the optimizer.
+
+        The schedule comes from the state, as in torch; HDET's own arguments stay those of the constructor. A state of
+        torch's OneCycleLR is accepted too. Another number of replicas gets a new spread around the same base values.
+        A state that cannot be used raises ValueError and changes nothing.
+        """
+        state = _from_torch(state_dict) if "_schedule_phases" in state_dict else dict(state_dict)
+        version = state.get("version")
+        if version != STATE_VERSION:
+            raise ValueError(
+                f"state_dict must have version {STATE_VERSION}, but got version {version!r}; "
+                "load it with the version of hdet that wrote it"
+            )
+        try:
+            schedule = {key: state["schedule"][key] for key in _SCHEDULE_KEYS}
+            last_epoch, step_count = int(state["last_epoch"]), int(state["step_count"])
+            if len(schedule["base_lrs"]) != len(self.optimizer.param_groups):
+                raise ValueError(
+                    f"the optimizer has {len(self.optimizer.param_groups)} param groups, "
+                    f"but got a state with {len(schedule['base_lrs'])}"
+                )
+            if not 0 <= last_epoch <= schedule["total_steps"]:
+                raise ValueError(f"last_epoch must be in [0, {schedule['total_steps']}], but got {last_epoch}")
+            rounds = state["rounds"]
+            if rounds is not None:
+                self._rounds.load_state_dict(rounds, step=last_epoch)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {error}") from error
+        self.__dict__.update(schedule)
+        self.last_epoch, self._step_count = last_epoch, step_count
+        self._refresh()
+
+
+def _from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of torch's OneCycleLR in our form: a user's run so far, to be continued with HDET."""
+    return {
+        "version": STATE_VERSION,
+        "last_epoch": state["last_epoch"],
+        "step_count": state["_step_count"],
+        "schedule": {key: state[key] for key in _SCHEDULE_KEYS},
+        "rounds": None,
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _check_arguments(a: Mapping[str, Any]) -> None:
+    """Raise ValueError with the rule, the value and the remedy."""
+
+    def number(name: str, rule: str, ok: bool) -> None:
+        if not ok:
+            raise ValueError(f"{name} must be {rule}, but got {name}={a[name]!r}")
+
+    def real(name: str) -> float:
+        value = a[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(value) if is_number and math.isfinite(value) else math.nan
+
+    def whole(name: str) -> int:
+        value = a[name]
+        return value if isinstance(value, int) and not isinstance(value, bool) else -1
+
+    number("ensemble_lr_spread_ratio", "in [0, 1)", 0 <= real("ensemble_lr_spread_ratio") < 1)
+    number("model_sync_interval", "an integer >= 1", whole("model_sync_interval") >= 1)
+    number("auto_lr_warmup_steps", "an integer >= 0", whole("auto_lr_warmup_steps") >= 0)
+    number("loss_scale", "a finite number > 0", real("loss_scale") > 0)
+    number("lr_of_lr", "a finite number >= 0", real("lr_of_lr") >= 0)
+    number("momentum_of_lr", "in [0, 1)", 0 <= real("momentum_of_lr") < 1)
+    number("div_factor", "a finite number > 0", real("div_factor") > 0)
+    number("final_div_factor", "a finite number > 0", real("final_div_factor") > 0)
+    number("seed", "an integer >= 0", whole("seed") >= 0)
+    number("decay", 'one of "schedule", "floor", "printed"', a["decay"] in ("schedule", "floor", "printed"))
+    bounds = a["lr_scale_bounds"]
+    is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
+    number(
+        "lr_scale_bounds",
+        "a pair (low, high) with 0 < low <= 1 <= high < inf",
+        is_pair and 0 < bounds[0] <= 1 <= bounds[1] < math.inf,
+    )
+    if not a["enable_auto_lr"]:
+        if a["decay"] != "schedule":
+            raise ValueError(
+                f"decay={a['decay']!r} is the decay of the auto-LR phase; set enable_auto_lr=True, or leave decay out"
+            )
+        return
+    total = a["total_steps"] or (a["epochs"] or 0) * (a["steps_per_epoch"] or 0)
+    if a["auto_lr_warmup_steps"] >= total > 0:
+        raise ValueError(
+            f"auto_lr_warmup_steps must be smaller than the {total} total steps for auto-LR to act, but got "
+            f"auto_lr_warmup_steps={a['auto_lr_warmup_steps']}; lower it, e.g. to {total // 5}"
+        )
+    if a["decay"] == "printed" and a["div_factor"] < a["final_div_factor"]:
+        raise ValueError(
+            'decay="printed" must not grow the learning rate, but Eq. 8 as printed multiplies it by final_div_factor / '
+            f'div_factor = {a["final_div_factor"] / a["div_factor"]:g} over the run; use decay="floor", or '
+            "div_factor >= final_div_factor"
+        )

@@ -1,0 +1,83 @@
+"""The signal: each replica's mean loss over a round (L_r of Eq. 4), summed where the losses live."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+Loss = Tensor | float
+
+
+class LossMeter:
+    """Weighted sum of a replica's losses. Nothing here waits for a device until :meth:`drain`."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.weight = 0.0
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
+        """Add one loss: a tensor with a single float, or a number."""
+        if isinstance(weight, Tensor):
+            weight = _scalar(weight, "weight")
+        elif not isinstance(weight, Real) or not (0 <= weight < math.inf):
+            raise ValueError(f"weight must be a finite number >= 0, but got weight={weight!r}")
+        if isinstance(loss, Tensor):
+            loss = _scalar(loss, "loss")
+        elif not isinstance(loss, Real):
+            raise TypeError(
+                f"loss must be a number or a tensor with one element, but got {type(loss).__name__}; "
+                "pass the scalar that is minimised, e.g. sum(losses.values()) for a dict"
+            )
+        if isinstance(loss, Tensor):
+            self._accumulator(loss.device)[0].add_(loss if _is_one(weight) else loss * weight)
+        elif isinstance(weight, Tensor):
+            self._accumulator(weight.device)[0].add_(weight * float(loss))
+        else:
+            self.total += float(loss) * float(weight)
+        if isinstance(weight, Tensor):
+            self._accumulator(weight.device)[1].add_(weight)
+        else:
+            self.weight += float(weight)
+
+    def drain(self) -> tuple[float, float]:
+        """Move what the devices hold into the host sums and return them. The one place that waits.
+
+        Draining moves the sums rather than copying them, so that a run which was saved here and one which goes on
+        add the following losses in the same order and stay equal to the last bit.
+        """
+        for total, weight in self._on_device.values():
+            self.total += total.item()
+            self.weight += weight.item()
+            total.zero_()
+            weight.zero_()
+        return self.total, self.weight
+
+    def reset(self, total: float = 0.0, weight: float = 0.0) -> None:
+        self._on_device.clear()
+        self.total, self.weight = total, weight
+
+    def _accumulator(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        sums = self._on_device.get(device)
+        if sums is None:
+            dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+            sums = (torch.zeros((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device))
+            self._on_device[device] = sums
+        return sums
+
+
+def _is_one(weight: Loss) -> bool:
+    return not isinstance(weight, Tensor) and weight == 1.0
+
+
+def _scalar(value: Tensor, name: str) -> Tensor:
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} must have one element, but got shape {tuple(value.shape)}; reduce it first, e.g. {name}.mean()"
+        )
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, but got dtype {value.dtype}")
+    return value.detach().reshape(())

@@ -1,0 +1,48 @@
+"""Fan-out: which replica trains with which multiple of the base value (Eq. 1 and 9)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+def multipliers(num_replicas: int, spread: float) -> FloatArray:
+    r"""Eq. 1: :math:`\rho_r = 1 + \alpha (r - (N-1)/2) / \delta`, evenly spaced around 1.
+
+    Args:
+        num_replicas: N, at least 1. With one replica the only multiplier is 1.
+        spread: alpha in [0, 1). All multipliers lie inside [1 - alpha, 1 + alpha].
+
+    Example:
+        >>> multipliers(4, 0.5).round(3).tolist()
+        [0.5, 0.833, 1.167, 1.5]
+    """
+    delta = max((num_replicas - 1) / 2, 0.5)
+    places = np.arange(num_replicas, dtype=np.float64) - (num_replicas - 1) / 2
+    rho: FloatArray = 1.0 + spread * places / delta
+    return rho
+
+
+def permutation(num_replicas: int, *, seed: int, round_index: int, knob: int) -> NDArray[np.intp]:
+    """The private permutation of Eq. 9: a pure function, so every replica computes the same one.
+
+    Nothing is drawn from a shared stream: a resumed run needs only the seed and the round number. Raw 64-bit
+    words are ranked rather than shuffled, because NumPy guarantees the words across versions but not the shuffle.
+    """
+    words = np.random.PCG64(np.random.SeedSequence([seed, round_index, knob])).random_raw(num_replicas)
+    return np.argsort(np.asarray(words), kind="stable")
+
+
+def fan_out(num_replicas: int, spread: float, *, seed: int, round_index: int, num_knobs: int) -> FloatArray:
+    """Multiplier of every knob (row) on every replica (column) in one round.
+
+    In round 0 replica r holds rho_r; later every knob has a fresh permutation of its own (Eq. 9).
+    """
+    rho = multipliers(num_replicas, spread)
+    if round_index == 0:
+        return np.tile(rho, (num_knobs, 1))
+    return np.stack(
+        [rho[permutation(num_replicas, seed=seed, round_index=round_index, knob=knob)] for knob in range(num_knobs)]
+    )
