@@ -106,7 +106,7 @@ class RoundLoop:
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
-    def end_step(self, step: int, schedule: Sequence[float], *, last: bool) -> None:
+    def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> None:
         """To be called after each optimizer step. Ends the round when it is due.
 
         Args:
@@ -121,7 +121,7 @@ class RoundLoop:
         if last or step % self.interval == 0:
             self._end_round(step, schedule)
 
-    def _end_round(self, step: int, schedule: Sequence[float]) -> None:
+    def _end_round(self, step: int, schedule: Sequence[float | Tensor]) -> None:
         acting = self.controller is not None and step > self.controller_start
         losses, unhealthy, distance, seconds = self._converge(step, losses_required=acting)
         before, info = self.scales, {}
@@ -132,7 +132,7 @@ class RoundLoop:
             )
             self.scales = np.clip(self.scales * decision.factors, *self.scale_bounds)
             info = dict(decision.info)
-        base = np.asarray(schedule)
+        base = np.array([float(value) for value in schedule])
         self._history.append(
             RoundRecord(
                 index=self.round_index,

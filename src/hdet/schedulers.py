@@ -203,7 +203,7 @@ class OneCycleAutoLR(OneCycleLR):
         """Eq. 8: a constant gamma a round, applied smoothly, so that it holds for any T and any last round."""
         # The schedule's value where the decay sets in, without get_lr's side effect on the momentum.
         cycle_momentum, last_epoch = self.cycle_momentum, self.last_epoch
-        self.cycle_momentum, self.last_epoch = False, self._decay_from
+        self.cycle_momentum, self.last_epoch = False, self._decay_from  # type: ignore[assignment]
         try:
             starts = super().get_lr()
         finally:
@@ -221,7 +221,7 @@ class OneCycleAutoLR(OneCycleLR):
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def step(self, loss: Loss | None = None) -> None:  # type: ignore[override]
+    def step(self, loss: Loss | None = None) -> None:
         """Advance by one optimizer step; end the round when it is due.
 
         Args:
@@ -234,7 +234,7 @@ class OneCycleAutoLR(OneCycleLR):
                 loop.observe(loss)
             step = self.last_epoch + 1
             if step <= self.total_steps:  # beyond, torch raises
-                loop.end_step(step, [float(lr) for lr in self._schedule_lrs], last=step == self.total_steps)
+                loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
         super().step()
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
