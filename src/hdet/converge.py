@@ -15,6 +15,10 @@ from hdet.replicas import Replicas
 BUCKET_BYTES = 24 * 2**20
 """Size of one bucket. Two are in use at a time, and they are all a converge allocates."""
 
+_Kind = tuple[torch.device, torch.dtype]
+Buffers = dict[_Kind, list[Tensor]]
+"""Buckets kept from one converge for the next: fresh memory costs the host more than the copying does."""
+
 
 class _Bucket(NamedTuple):
     buffer: Tensor
@@ -25,7 +29,7 @@ class _Bucket(NamedTuple):
 
 def is_healthy(tensors: Sequence[Tensor]) -> bool:
     """Whether every floating-point value is finite. Waits for the device."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    by_kind: dict[_Kind, list[Tensor]] = {}
     for t in _floating(tensors):
         by_kind.setdefault((t.device, t.dtype), []).append(t)
     # The norm is the fastest pass over memory torch has and finite almost always; it may overflow where the values
@@ -37,7 +41,9 @@ def is_healthy(tensors: Sequence[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def mean_(tensors: Iterable[Tensor], replicas: Replicas, healthy: Sequence[bool]) -> Tensor:
+def mean_(
+    tensors: Iterable[Tensor], replicas: Replicas, healthy: Sequence[bool], buffers: Buffers | None = None
+) -> Tensor:
     """Replace each tensor by its mean over the healthy replicas, in place and bit-identically on all of them.
 
     Floating-point and complex tensors are summed in float32 (float64 for float64), whatever their own precision;
@@ -55,7 +61,7 @@ def mean_(tensors: Iterable[Tensor], replicas: Replicas, healthy: Sequence[bool]
     num_healthy = sum(healthy)
     squares: list[Tensor] = []
     in_flight: list[_Bucket] = []
-    spare: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    spare: Buffers = {} if buffers is None else buffers
 
     def finish(bucket: _Bucket) -> None:
         bucket.work.wait()
@@ -72,13 +78,17 @@ def mean_(tensors: Iterable[Tensor], replicas: Replicas, healthy: Sequence[bool]
         kind = _kind(pieces[0])
         free = spare.setdefault(kind, [])
         size = sum(piece.numel() for piece in pieces)
-        buffer = free.pop() if free else torch.empty(_capacity(kind[1]), dtype=kind[1], device=kind[0])
+        buffer = free.pop() if free else torch.empty(0)
+        if buffer.numel() < size:
+            buffer = torch.empty(size, dtype=kind[1], device=kind[0])
         flat = buffer[:size]
         views = [v.view(p.shape) for v, p in zip(torch.split(flat, [p.numel() for p in pieces]), pieces, strict=True)]
-        if contributes:
-            torch._foreach_copy_(views, pieces)
-        else:
+        if not contributes:
             flat.zero_()
+        elif all(p.dtype == kind[1] and p.is_contiguous() for p in pieces):
+            torch.cat([p.view(-1) for p in pieces], out=flat)  # on the host twice as fast as copying
+        else:
+            torch._foreach_copy_(views, pieces)
         work = dist.all_reduce(flat, group=replicas.group, async_op=True)
         in_flight.append(_Bucket(buffer, pieces, views, work))
     for bucket in in_flight:
@@ -115,7 +125,7 @@ def _floating(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [m for t in tensors if (m := _memory(t)).is_floating_point() and m.numel()]
 
 
-def _kind(piece: Tensor) -> tuple[torch.device, torch.dtype]:
+def _kind(piece: Tensor) -> _Kind:
     return piece.device, torch.float64 if piece.dtype == torch.float64 else torch.float32
 
 

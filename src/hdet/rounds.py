@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.controllers.base import Controller, Evidence, pack_state, unpack_state
-from hdet.converge import is_healthy, mean_
+from hdet.converge import Buffers, is_healthy, mean_
 from hdet.history import RoundRecord
 from hdet.replicas import Replicas, local_tensor, shape_digest, trained_parameters
 from hdet.signal import Loss, LossMeter
@@ -81,6 +81,7 @@ class RoundLoop:
         self._converged_step = step
         self._shared_signal: FloatArray | None = None
         self._inside_converged = False
+        self._buffers: Buffers = {}
         self._trainable = self._requiring_grad()
         self._fan_out()
 
@@ -221,7 +222,7 @@ class RoundLoop:
                 "there is nothing to average: resume from a checkpoint with a lower learning rate"
             )
         self._shared_signal = np.stack([totals, weights])
-        distance = mean_(tensors, self.replicas, healthy.astype(bool).tolist()).item()
+        distance = mean_(tensors, self.replicas, healthy.astype(bool).tolist(), self._buffers).item()
         distances = self.replicas.gather([distance], step=step)[:, 0]
         self._converged_step = step
         self._trainable = self._requiring_grad()

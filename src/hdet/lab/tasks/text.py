@@ -1,0 +1,156 @@
+"""Language modelling on text that is at hand: Python's own standard library, and Shakespeare."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hdet.lab.gpt import GPT, next_token_loss
+from hdet.lab.tasks.base import Batch, random_rows, split_rows
+
+STDLIB_BYTES = 4_000_000
+# Tests are no ordinary code, site-packages no part of Python; the other two hold tables and help texts.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+class TextTask:
+    """A GPT on one long text: the first 90% to train on, ``num_validation`` even samples of the rest to validate.
+
+    Args:
+        name: of the task.
+        text: one number below ``vocabulary`` for each token.
+        vocabulary: how many tokens there are.
+        total_steps: default length of a run.
+        batch_rows: sequences of a global batch.
+        num_validation: sequences of the validation set.
+        context, num_layers, width, num_heads: of the model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: Tensor,
+        vocabulary: int,
+        *,
+        total_steps: int = 2000,
+        batch_rows: int = 32,
+        num_validation: int = 512,
+        context: int = 128,
+        num_layers: int = 4,
+        width: int = 128,
+        num_heads: int = 4,
+    ) -> None:
+        split = int(len(text) * 0.9)
+        self.num_train = split - context  # starts whose context and target lie in the training part
+        if self.num_train < 1 or len(text) - split <= context:
+            raise ValueError(f"the text must be longer than {10 * (context + 1)} tokens, but got {len(text)}")
+        self.name = name
+        self.text = text.to(torch.uint8)
+        self.vocabulary = vocabulary
+        self.total_steps = total_steps
+        self.batch_rows = batch_rows
+        self.context = context
+        self.sizes = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
+        self.validation_rows = torch.linspace(
+            split, len(text) - context - 1, num_validation, dtype=torch.float64
+        ).long()
+        self._window = torch.arange(context + 1)
+
+    def to(self, device: torch.device | str) -> TextTask:
+        self.text, self._window = self.text.to(device), self._window.to(device)
+        return self
+
+    def build(self, seed: int = 0) -> nn.Module:
+        generator = torch.Generator().manual_seed(seed)
+        return GPT(self.vocabulary, context=self.context, generator=generator, **self.sizes)
+
+    def groups(self, model: nn.Module) -> Mapping[str, Sequence[str]]:
+        """``decay``: matrices; ``no_decay``: the weights of the norms."""
+        named = list(model.named_parameters())
+        return {
+            "decay": [name for name, parameter in named if parameter.dim() > 1],
+            "no_decay": [name for name, parameter in named if parameter.dim() <= 1],
+        }
+
+    def rows(self, step: int, *, seed: int = 0) -> Tensor:
+        return random_rows(self.num_train, self.batch_rows, seed=seed, step=step)
+
+    def gather(self, rows: Tensor) -> Batch:
+        """A row is where a sequence starts."""
+        return (self.text[rows.to(self.text.device).unsqueeze(-1) + self._window].long(),)
+
+    def batch(self, step: int, *, seed: int = 0, replica: int = 0, num_replicas: int = 1) -> Batch:
+        return self.gather(split_rows(self.rows(step, seed=seed), num_replicas)[replica])
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        return next_token_loss(model, *batch)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        parts = self.validation_rows.split(64)
+        losses = torch.stack([self.loss(model, self.gather(rows)) * len(rows) for rows in parts])
+        return {"loss": losses.sum().item() / len(self.validation_rows)}
+
+
+def stdlib_gpt(folder: str | Path | None = None, *, max_bytes: int = STDLIB_BYTES, **sizes: int) -> TextTask:
+    """Byte-level GPT on the source of Python's standard library, which every machine has.
+
+    Args:
+        folder: where the library is; default that of the running interpreter. The text depends on its version.
+        max_bytes: the text ends here, in the middle of a file if need be.
+        **sizes: as in :class:`TextTask`.
+    """
+    root = Path(folder or sysconfig.get_paths()["stdlib"])
+    paths = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
+    text = bytearray()
+    for path in paths:
+        if len(text) < max_bytes and not _SKIPPED_FOLDERS.intersection(path.split("/")):
+            text += (root / path).read_bytes()
+    if not text:
+        raise FileNotFoundError(f"no Python source in {root}; this Python is installed without its library's source")
+    return TextTask("stdlib-gpt", torch.frombuffer(text[:max_bytes], dtype=torch.uint8), 256, **sizes)
+
+
+def shakespeare_gpt(
+    data: str | Path = "data", *, sha256: str | None = SHAKESPEARE_SHA256, download: bool = True, **sizes: int
+) -> TextTask:
+    """Character-level GPT on tinyshakespeare, 0.8M parameters.
+
+    Args:
+        data: folder that holds, or receives, ``tinyshakespeare/input.txt``.
+        sha256: what the file must hash to; None skips the check.
+        download: fetch the file from its origin where it is missing.
+        **sizes: as in :class:`TextTask`.
+    """
+    path = Path(data) / "tinyshakespeare" / "input.txt"
+    if not path.exists():
+        if not download:
+            raise FileNotFoundError(f"{path} is missing; get it from {SHAKESPEARE_URL}")
+        _download(SHAKESPEARE_URL, path)
+    text = path.read_bytes()
+    if sha256 is not None and (found := hashlib.sha256(text).hexdigest()) != sha256:
+        raise ValueError(f"{path} must have the SHA-256 {sha256}, but got {found}; delete it and try again")
+    characters, tokens = np.unique(np.frombuffer(text, dtype=np.uint8), return_inverse=True)
+    return TextTask("shakespeare-gpt", torch.from_numpy(tokens), len(characters), **sizes)
+
+
+def _download(url: str, path: Path) -> None:
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            content = response.read()
+    except (URLError, TimeoutError, OSError) as error:
+        raise FileNotFoundError(f"{path} is missing and {url} cannot be reached ({error}); put the file there") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
