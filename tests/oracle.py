@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -124,7 +125,7 @@ def one_cycle(scenario: Scenario, max_lr: float, step: float) -> tuple[float, fl
     if scenario.three_phase:
         corners.append((2 * peak, low, MAX_MOMENTUM))
     corners.append((end, floor, MAX_MOMENTUM))
-    for (start_step, lr0, m0), (end_step, lr1, m1) in zip(corners[:-1], corners[1:], strict=True):
+    for (start_step, lr0, m0), (end_step, lr1, m1) in pairwise(corners):
         if step <= end_step:
             fraction = (step - start_step) / (end_step - start_step)
             return between(scenario.anneal, lr0, lr1, fraction), between(scenario.anneal, m0, m1, fraction)
@@ -212,8 +213,8 @@ def softmax(losses: Array, temperature: float) -> Array:
     finite = np.isfinite(losses)
     score = (np.mean(losses[finite]) - losses[finite]) / temperature
     weights = np.zeros(len(losses))
-    weights[finite] = np.exp(score - score.max())
-    return weights / weights.sum()
+    weights[finite] = np.exp(score - score.max()) / np.sum(np.exp(score - score.max()))
+    return weights
 
 
 def simulate(scenario: Scenario, num_replicas: int) -> Trajectory:

@@ -73,8 +73,8 @@ def _build(case: str, replica: int) -> list[Tensor]:
         case "large_strided":
             return [randn(40, 60).t(), randn(90, 7)[::3, ::2]]
         case "integers":
-            dtypes = (torch.int64, torch.int32, torch.int8, torch.uint8)
-            return [torch.randint(0, 100, (3, 4), generator=g).to(dtype) for dtype in dtypes] + [
+            kinds = (torch.int64, torch.int32, torch.int8, torch.uint8)
+            return [torch.randint(0, 100, (3, 4), generator=g).to(kind) for kind in kinds] + [
                 torch.randint(-100, -1, (4, 3), generator=g).t(),
                 torch.randint(-100, 100, (5,), generator=g),
             ]
@@ -131,7 +131,7 @@ def test_mean_is_numpys_in_every_layout_and_dtype(num_replicas: int, bucket_byte
 
 
 def _once(values: Array) -> Array:
-    """One copy of each element of the expanded tensors of `_build`, which repeat along the first or second dimension."""
+    """One copy of each element of the expanded tensors of `_build`."""
     return values[:, 0].reshape(len(values), -1) if values.ndim == 3 else values[:, :, 0].reshape(len(values), -1)
 
 
@@ -194,7 +194,13 @@ def test_an_unhealthy_replica_is_left_out_and_receives_the_mean() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 def test_health_finds_one_bad_value_and_no_false_ones(bad: float, dtype: torch.dtype) -> None:
-    tensors = [torch.zeros(0), torch.ones(3), torch.ones(5, 4, dtype=dtype).t(), torch.arange(3), torch.ones(1).expand(9)]
+    tensors = [
+        torch.zeros(0),
+        torch.ones(3),
+        torch.ones(5, 4, dtype=dtype).t(),
+        torch.arange(3),
+        torch.ones(1).expand(9),
+    ]
     assert is_healthy(tensors)
     if not dtype.is_complex:
         tensors[2].fill_(torch.finfo(dtype).max)  # finite, though its norm is not

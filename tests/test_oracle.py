@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
 from numpy.testing import assert_allclose, assert_array_equal
-from oracle import Array, Scenario
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+import oracle
 from hdet import OneCycleAutoLR, RoundRecord
 from hdet.launch import launch
+from oracle import Array, Scenario
 
 FOUR = (0.3, 0.1, 0.5, 0.2)
 FOUR_SMALL = (0.05, 0.02, 0.08, 0.03)
@@ -35,6 +35,18 @@ SCENARIOS = [
     Scenario("adam, four groups, cycled", "adam", FOUR_SMALL, total_steps=25, interval=5, seed=5),
     Scenario("adamw", "adamw", (0.05,), weight_decay=0.2, total_steps=21, seed=6),
     Scenario("adamw, four groups", "adamw", FOUR_SMALL, weight_decay=0.1, cycle_momentum=False, seed=7),
+    Scenario(
+        "losses that are not finite",
+        "adam",
+        FOUR_SMALL,
+        smoothing=0.5,
+        false_losses={
+            (5, 1): math.nan,  # one replica in round 1
+            (9, 0): math.inf,  # another in round 2
+            **{(13, r): math.nan for r in range(8)},  # all of them in round 3
+        },
+        seed=18,
+    ),
     Scenario("three linear phases", "momentum", (0.1,), three_phase=True, anneal="linear", total_steps=30, seed=8),
     Scenario("warm-up ends inside a round", "adam", FOUR_SMALL, warmup=10, seed=9),
     Scenario("warm-up ends with a round", "adam", (0.05,), warmup=8, seed=10),
@@ -58,20 +70,8 @@ SCENARIOS = [
         cycle_momentum=False,
         seed=17,
     ),
-    Scenario(
-        "losses that are not finite",
-        "adam",
-        FOUR_SMALL,
-        smoothing=0.5,
-        false_losses={
-            (5, 1): math.nan,  # one replica in round 1
-            (9, 0): math.inf,  # another in round 2
-            **{(13, r): math.nan for r in range(8)},  # all of them in round 3
-        },
-        seed=18,
-    ),
 ]
-NAMES = [scenario.name for scenario in SCENARIOS]
+NUM_CORE = 9  # trained by eight replicas too, which is slow on few cores
 
 
 @dataclass
@@ -146,7 +146,7 @@ def train(scenario: Scenario) -> Trace:
             x, y = (torch.from_numpy(part) for part in oracle.batch(scenario.seed, step, replica))
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
+            torch.autograd.backward(loss)
             lrs.append([float(group["lr"]) for group in optimizer.param_groups])
             momenta.append(
                 [float(g["betas"][0] if "betas" in g else g["momentum"]) for g in optimizer.param_groups],
@@ -155,53 +155,75 @@ def train(scenario: Scenario) -> Trace:
             scheduler.step(scenario.false_losses.get((step, replica), loss))
             losses.append(loss.item())
             weights.append(torch.cat([p.detach().reshape(-1) for p in parameters]).numpy())
-    return Trace(
-        np.array(lrs), np.array(momenta), np.array(losses), np.array(weights), scheduler.history, len(caught)
-    )
+    return Trace(np.array(lrs), np.array(momenta), np.array(losses), np.array(weights), scheduler.history, len(caught))
 
 
 def train_all(scenarios: list[Scenario]) -> dict[str, Trace]:
     return {scenario.name: train(scenario) for scenario in scenarios}
 
 
+Run = list[dict[str, Trace]]  # by replica, then by name
+
+
 @functools.cache
-def traces(num_replicas: int) -> list[dict[str, Trace]]:
-    """Every scenario in one launch: starting processes costs more than training does."""
-    scenarios = SCENARIOS if num_replicas > 1 else [s for s in SCENARIOS if s.decay == "schedule"]
-    return launch(train_all, num_replicas, scenarios)
+def attempt(num_replicas: int) -> Run | Exception:
+    # One launch trains every scenario: starting processes costs more than training does. A failure is kept as well,
+    # so that it is not repeated for every test.
+    try:
+        return launch(train_all, num_replicas, scenarios_for(num_replicas), timeout_s=100)
+    except (RuntimeError, TimeoutError) as error:
+        return error
+
+
+def run(num_replicas: int) -> Run:
+    result = attempt(num_replicas)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def scenarios_for(num_replicas: int) -> list[Scenario]:
+    if num_replicas == 1:
+        return [s for s in SCENARIOS if s.decay == "schedule"]
+    return SCENARIOS if num_replicas < 8 else SCENARIOS[:NUM_CORE]
+
+
+def cases(*counts: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("num_replicas", "name"), [(n, s.name) for n in counts for s in scenarios_for(n)])
 
 
 @functools.cache
 def expected(name: str, num_replicas: int) -> oracle.Trajectory:
-    return oracle.simulate(SCENARIOS[NAMES.index(name)], num_replicas)
+    return oracle.simulate(named(name), num_replicas)
+
+
+def named(name: str) -> Scenario:
+    return next(s for s in SCENARIOS if s.name == name)
 
 
 def close(actual: Any, desired: Any, what: str) -> None:
     assert_allclose(actual, desired, rtol=1e-9, atol=1e-12, err_msg=what)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+@cases(2, 4, 8)
 def test_every_step_matches_the_oracle(num_replicas: int, name: str) -> None:
-    scenario = SCENARIOS[NAMES.index(name)]
-    real, want = [t[name] for t in traces(num_replicas)], expected(name, num_replicas)
+    real, want = [traces[name] for traces in run(num_replicas)], expected(name, num_replicas)
     close(np.stack([t.lrs for t in real], axis=1), want.lrs, "learning rates")
     for trace in real:
-        if scenario.optimizer != "sgd":
+        if named(name).optimizer != "sgd":
             close(trace.momenta, want.momenta, "momentum")
         assert trace.num_warnings == 0
     close(np.stack([t.losses for t in real], axis=1), want.losses, "losses")
     close(np.stack([t.weights for t in real], axis=1), want.weights, "weights")
 
 
-@pytest.mark.parametrize("name", [s.name for s in SCENARIOS if s.spread > 0])
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+@cases(2, 4, 8)
 def test_every_round_matches_the_oracle(num_replicas: int, name: str) -> None:
-    want = expected(name, num_replicas)
-    assert len(want.rounds) >= 5
-    for trace in (t[name] for t in traces(num_replicas)):
-        assert [record.step for record in trace.history] == [r.step for r in want.rounds]
-        for index, (record, r) in enumerate(zip(trace.history, want.rounds, strict=True)):
+    want = expected(name, num_replicas).rounds if named(name).spread > 0 else []
+    assert len(want) >= 5 or named(name).spread == 0
+    for trace in (traces[name] for traces in run(num_replicas)):
+        assert [record.step for record in trace.history] == [r.step for r in want]
+        for index, (record, r) in enumerate(zip(trace.history, want, strict=True)):
             assert record.index == index
             assert record.unhealthy == ()
             close(record.losses, r.losses, "losses")
@@ -214,46 +236,32 @@ def test_every_round_matches_the_oracle(num_replicas: int, name: str) -> None:
                 close(record.control[key], r.control[key], key)
 
 
-@pytest.mark.parametrize("name", [s.name for s in SCENARIOS if s.decay == "schedule"])
+@cases(2, 4, 8)
+def test_replicas_are_bit_identical_after_a_converge_and_only_then(num_replicas: int, name: str) -> None:
+    scenario = named(name)
+    first, *others = [traces[name].weights for traces in run(num_replicas)]
+    for step in range(scenario.total_steps):
+        ends = (step + 1) % scenario.interval == 0 or step + 1 == scenario.total_steps
+        for other in others:
+            same = np.array_equal(first[step], other[step])
+            assert same == (ends or scenario.spread == 0), f"step {step}"
+
+
+@pytest.mark.parametrize("name", [s.name for s in scenarios_for(1)])
 def test_one_replica_matches_the_oracle_and_has_no_rounds(name: str) -> None:
-    scenario = SCENARIOS[NAMES.index(name)]
-    (trace,), want = [t[name] for t in traces(1)], expected(name, 1)
+    trace, want = run(1)[0][name], expected(name, 1)
     close(trace.lrs, want.lrs[:, 0], "learning rates")
     close(trace.weights, want.weights[:, 0], "weights")
     assert trace.history == []
-    assert trace.num_warnings == (1 if scenario.spread > 0 else 0)
-
-
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
-def test_replicas_are_bit_identical_after_a_converge_and_only_then(num_replicas: int) -> None:
-    for scenario in SCENARIOS:
-        first, *others = [t[scenario.name] for t in traces(num_replicas)]
-        for step in range(scenario.total_steps):
-            ends = (step + 1) % scenario.interval == 0 or step + 1 == scenario.total_steps
-            for other in others:
-                if ends or scenario.spread == 0:
-                    assert_array_equal(first.weights[step], other.weights[step])
-                else:
-                    assert (first.weights[step] != other.weights[step]).any()
-
-
-def test_no_spread_is_plain_ddp() -> None:
-    for trace in (t["no spread"] for t in traces(4)):
-        assert trace.history == []
-        parameters = [nn.Parameter(torch.zeros(1)) for _ in range(4)]
-        scenario = SCENARIOS[NAMES.index("no spread")]
-        optimizer = make_optimizer(scenario, parameters)
-        plain = OneCycleLR(optimizer, list(scenario.max_lr), scenario.total_steps)
-        for step in range(scenario.total_steps):
-            assert trace.lrs[step].tolist() == plain.get_last_lr()
-            optimizer.step()
-            plain.step()
+    assert trace.num_warnings == (1 if named(name).spread > 0 else 0)
 
 
 # -- the oracle itself ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s.decay == "schedule" and s.cycle_momentum], ids=str)
+@pytest.mark.parametrize(
+    "scenario", [s for s in SCENARIOS if s.decay == "schedule" and s.cycle_momentum], ids=lambda s: s.name
+)
 def test_the_oracles_schedule_is_torchs(scenario: Scenario) -> None:
     optimizer = make_optimizer(scenario, [nn.Parameter(torch.zeros(1)) for _ in range(4)])
     scheduler = OneCycleLR(
@@ -290,8 +298,7 @@ def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
         want = expected(scenario.name, num_replicas)
         moved = max(float(np.abs(np.log(r.scales)).max()) for r in want.rounds)
         assert (moved > 0.01) == (scenario.auto_lr and scenario.spread > 0), scenario.name
-        assert np.isfinite(want.weights).all()
-        assert np.abs(want.weights).max() < 100, scenario.name  # no chaos that would drown a wrong bit
+        assert np.abs(want.weights).max() < 100, scenario.name  # finite, and no chaos that magnifies rounding
     bounded = np.stack([r.scales for r in expected("a controller that hits its bounds", num_replicas).rounds])
     assert bounded.min() == 0.2
     assert bounded.max() == 1.5

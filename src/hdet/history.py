@@ -24,6 +24,7 @@ class RoundRecord:
         control: what the controller looked at; for the paper's controller ``weights`` per replica, and per knob
             ``delta`` (Eq. 6) and ``velocity`` (Eq. 7), both relative to the base value. Empty while it is not acting.
         unhealthy: replicas whose weights were not finite and were left out of the mean.
+        num_rollbacks: how often the run has been set back to its last healthy centre, this round included.
         distance: largest Euclidean distance between a healthy replica's weights and their mean.
         converge_s: seconds this replica spent in the converge.
     """
@@ -36,6 +37,7 @@ class RoundRecord:
     scales: Numbers
     control: Mapping[str, Numbers]
     unhealthy: tuple[int, ...]
+    num_rollbacks: int
     distance: float
     converge_s: float
 

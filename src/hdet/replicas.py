@@ -29,7 +29,7 @@ class Replicas:
         self.group = group
         self.index = dist.get_rank(group) if group is not None else 0
         self.count = dist.get_world_size(group) if group is not None else 1
-        self._device = _collective_device(group) if group is not None else torch.device("cpu")
+        self.device = _collective_device(group) if group is not None else torch.device("cpu")
         self._board = ""
 
     def agree(self, facts: Mapping[str, Any], *, wait: bool = True) -> None:
@@ -80,7 +80,7 @@ class Replicas:
 
     def gather(self, values: Sequence[float], *, step: int) -> FloatArray:
         """Every replica's ``values``, one row each. Names who is missing when the collective fails."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self._device)
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.group is None:
             return mine.numpy()[None]
         if self._board:

@@ -22,11 +22,11 @@ class LossMeter:
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         """Add one loss: a tensor with a single float, or a number."""
         # The everyday case first: this runs in every step.
-        if type(weight) is float and weight == 1.0 and isinstance(loss, Tensor) and loss.dim() == 0:
-            if loss.is_floating_point():
-                self._accumulator(loss.device)[0].add_(loss.detach())
-                self.weight += 1.0
-                return
+        plain = type(weight) is float and weight == 1.0
+        if plain and isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
+            self._accumulator(loss.device)[0].add_(loss.detach())
+            self.weight += 1.0
+            return
         if isinstance(weight, Tensor):
             weight = _scalar(weight, "weight")
         elif not isinstance(weight, Real) or not (0 <= weight < math.inf):

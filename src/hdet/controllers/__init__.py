@@ -1,7 +1,8 @@
 """Controllers: what the replicas' losses say about where the base value should go."""
 
 from hdet.controllers.base import Controller, Decision, Evidence
+from hdet.controllers.evidence import EvidenceController
 from hdet.controllers.hold import Hold
 from hdet.controllers.paper import PaperController
 
-__all__ = ["Controller", "Decision", "Evidence", "Hold", "PaperController"]
+__all__ = ["Controller", "Decision", "Evidence", "EvidenceController", "Hold", "PaperController"]

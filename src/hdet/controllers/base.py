@@ -16,10 +16,13 @@ class Evidence(NamedTuple):
     Attributes:
         losses: mean loss of each replica, shape (N,). NaN or infinite where a replica has none that counts.
         multipliers: what each knob (row) was multiplied by on each replica (column), shape (K, N).
+        slopes: derivative of the loss over the logarithm of each knob, and its standard error, both of shape (K,),
+            where the signal measures it directly; NaN where it could not.
     """
 
     losses: FloatArray
     multipliers: FloatArray
+    slopes: tuple[FloatArray, FloatArray] | None = None
 
 
 class Decision(NamedTuple):
@@ -28,10 +31,13 @@ class Decision(NamedTuple):
     Attributes:
         factors: what to multiply each knob's base value by, shape (K,). Positive and finite.
         info: named numbers for the history.
+        openness: share in [0, 1] of a schedule's own rise that the evidence lets through (Eq. 13), shape (K,); None
+            where the controller has no opinion.
     """
 
     factors: FloatArray
     info: Mapping[str, tuple[float, ...]]
+    openness: FloatArray | None = None
 
 
 class Controller(Protocol):

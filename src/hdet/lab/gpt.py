@@ -50,8 +50,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = x + self.attention(self.norm_attention(x), mask)
-        x = x + self.down(F.gelu(self.up(self.norm_mlp(x))))
-        return x
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -109,4 +109,3 @@ def next_token_loss(model: Any, tokens: Tensor) -> Tensor:
     """Mean cross-entropy of each token of (sequences, context + 1) given those before it."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-

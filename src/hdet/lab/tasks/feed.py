@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +58,21 @@ class FeedTask:
         self.sizes = {"width": width, "num_layers": num_layers, "num_heads": num_heads, "field_width": field_width}
 
     def to(self, device: torch.device | str) -> FeedTask:
-        tensors = {f.name: getattr(self.data, f.name) for f in fields(self.data)}
-        self.data = replace(self.data, **{k: v.to(device) for k, v in tensors.items() if isinstance(v, Tensor)})
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self.data).items() if isinstance(v, Tensor)}
+        self.data = replace(self.data, **moved)
         return self
 
     def build(self, seed: int = 0) -> nn.Module:
-        return FeedModel(
-            num_items=self.data.num_items,
-            num_fields=self.data.fields.shape[1],
-            num_values=self.data.num_values,
-            num_labels=len(LABELS),
-            history=self.data.past.shape[1],
-            generator=torch.Generator().manual_seed(seed),
-            **self.sizes,
-        )
+        with torch.random.fork_rng(devices=[]):  # torch's layers initialise themselves first
+            return FeedModel(
+                num_items=self.data.num_items,
+                num_fields=self.data.fields.shape[1],
+                num_values=self.data.num_values,
+                num_labels=len(LABELS),
+                history=self.data.past.shape[1],
+                generator=torch.Generator().manual_seed(seed),
+                **self.sizes,
+            )
 
     def groups(self, model: nn.Module) -> Mapping[str, Sequence[str]]:
         """The paper's four: embedding tables; biases and norms; the other matrices outside and inside the blocks."""
@@ -110,7 +111,7 @@ class FeedTask:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """``loss``, and for each label ``ne/…``, its entropy over that of the base rate, and ``auc/…``."""
         scores, truth = [], []
-        for rows in self.validation_rows.split(2048):
+        for rows in torch.split(self.validation_rows, 2048):
             *inputs, labels = self.gather(rows)
             scores.append(model(*inputs).double())
             truth.append(labels.double())
@@ -127,8 +128,9 @@ class FeedTask:
 
 def auc(scores: Tensor, labels: Tensor) -> float:
     """Chance that a positive scores above a negative, ties counting half; NaN where there is only one kind."""
-    _, inverse, counts = scores.unique(return_inverse=True, return_counts=True)
+    _, inverse, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     ranks = (counts.cumsum(0).double() - (counts.double() - 1) / 2)[inverse]
     positives = labels.sum()
     negatives = len(labels) - positives
-    return ((ranks[labels > 0].sum() - positives * (positives + 1) / 2) / (positives * negatives)).item()
+    above = ranks[labels > 0].sum() - positives * (positives + 1) / 2
+    return float(above / (positives * negatives))

@@ -114,7 +114,8 @@ def _histories(
 
     def flat(name: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """A kind of sequence as (index of its owner, video), one entry per watched video."""
-        lengths = np.diff(histories[f"{name}_off"].astype(np.int64))
+        offsets = histories[f"{name}_off"].astype(np.int64)
+        lengths = offsets[1:] - offsets[:-1]
         return np.repeat(np.arange(len(users)), lengths), histories[name].astype(np.int64)
 
     owner, item = flat("watch_seq")

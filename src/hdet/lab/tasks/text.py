@@ -74,7 +74,8 @@ class TextTask:
 
     def build(self, seed: int = 0) -> nn.Module:
         generator = torch.Generator().manual_seed(seed)
-        return GPT(self.vocabulary, context=self.context, generator=generator, **self.sizes)
+        with torch.random.fork_rng(devices=[]):  # torch's layers initialise themselves first
+            return GPT(self.vocabulary, context=self.context, generator=generator, **self.sizes)
 
     def groups(self, model: nn.Module) -> Mapping[str, Sequence[str]]:
         """``decay``: matrices; ``no_decay``: the weights of the norms."""
@@ -99,7 +100,7 @@ class TextTask:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        parts = self.validation_rows.split(64)
+        parts = torch.split(self.validation_rows, 64)
         losses = torch.stack([self.loss(model, self.gather(rows)) * len(rows) for rows in parts])
         return {"loss": losses.sum().item() / len(self.validation_rows)}
 
@@ -151,6 +152,8 @@ def _download(url: str, path: Path) -> None:
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read()
     except (URLError, TimeoutError, OSError) as error:
-        raise FileNotFoundError(f"{path} is missing and {url} cannot be reached ({error}); put the file there") from error
+        raise FileNotFoundError(
+            f"{path} is missing and {url} cannot be reached ({error}); put the file there"
+        ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)

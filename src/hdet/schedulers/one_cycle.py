@@ -1,12 +1,10 @@
-"""Learning-rate schedulers: thin faces of the round loop."""
+"""OneCycleAutoLR: the paper's method in the shape of torch's OneCycleLR."""
 
 from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -15,18 +13,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.controllers import PaperController
-from hdet.history import RoundRecord
-from hdet.replicas import check_parameters, find_replicas, shape_digest, trained_parameters
-from hdet.rounds import RoundLoop
+from hdet.replicas import find_replicas
+from hdet.schedulers.face import STATE_VERSION, Arguments, RoundFace, agree, check_version, make_loop
 from hdet.signal import Loss
 
 Decay = Literal["schedule", "floor", "printed"]
 
-STATE_VERSION = 1
 _SCHEDULE_KEYS = ("total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum", "base_lrs")
 
 
-class OneCycleAutoLR(OneCycleLR):
+class OneCycleAutoLR(RoundFace, OneCycleLR):
     r"""Torch's OneCycleLR, with replicas that disagree about the learning rate on purpose.
 
     Each replica trains with its own multiple of the schedule's learning rate (Eq. 1 and 2), every
@@ -129,12 +125,8 @@ class OneCycleAutoLR(OneCycleLR):
         }
         _check_arguments(arguments)
         replicas = find_replicas(optimizer, process_group, spread=ensemble_lr_spread_ratio)
-        parameters = trained_parameters(optimizer, model)
-        check_parameters(parameters)
-        sizes = f"{len(parameters)} tensors of {sum(p.numel() for p in parameters)} elements"
-        facts = {**arguments, "parameters": f"{sizes} (shapes {shape_digest(parameters):08x})"}
         # Without a spread there is nothing to do together, so nobody waits; the others learn of it all the same.
-        replicas.agree(facts, wait=ensemble_lr_spread_ratio > 0)
+        agree(replicas, arguments, optimizer, model, wait=ensemble_lr_spread_ratio > 0)
         if ensemble_lr_spread_ratio > 0 and replicas.count == 1:
             warnings.warn(
                 f"ensemble_lr_spread_ratio={ensemble_lr_spread_ratio} has no effect with one replica: training "
@@ -142,7 +134,7 @@ class OneCycleAutoLR(OneCycleLR):
                 stacklevel=2,
             )
 
-        self._loop: RoundLoop | None = None
+        self._loop = None
         self._decay: Decay = "schedule"
         super().__init__(
             optimizer,
@@ -160,15 +152,14 @@ class OneCycleAutoLR(OneCycleLR):
             three_phase,
             last_epoch,
         )
-        self._loop = RoundLoop(
+        loop = make_loop(
             optimizer,
             model,
             replicas,
-            num_knobs=len(optimizer.param_groups),
             spread=ensemble_lr_spread_ratio,
             interval=model_sync_interval,
             controller=PaperController(loss_scale, lr_of_lr, momentum_of_lr) if enable_auto_lr else None,
-            controller_start=auto_lr_warmup_steps,
+            acting=(auto_lr_warmup_steps, math.inf),
             scale_bounds=lr_scale_bounds,
             seed=seed,
             step=self.last_epoch,
@@ -176,16 +167,8 @@ class OneCycleAutoLR(OneCycleLR):
         self._decay_from = max(float(auto_lr_warmup_steps), self._schedule_phases[0]["end_step"], 0.0)
         self._printed_ratio = div_factor / final_div_factor
         self._decay = decay
+        self._attach(optimizer, loop)
         self._refresh()
-
-        # torch restores param_groups from one rank's checkpoint, that rank's learning rate included.
-        this = weakref.ref(self)
-
-        def restore_own_lr(_: Optimizer) -> None:
-            if (scheduler := this()) is not None:
-                scheduler._refresh()
-
-        optimizer.register_load_state_dict_post_hook(restore_own_lr)
 
     # -- the schedule -------------------------------------------------------------------------------------------
 
@@ -237,36 +220,6 @@ class OneCycleAutoLR(OneCycleLR):
                 loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
         super().step()
 
-    def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
-        """Add a loss to the round's mean without taking a step: micro-batches, or loops that call ``step()`` bare.
-
-        Args:
-            loss: as in :meth:`step`.
-            weight: what the loss counts, e.g. the number of tokens it is a mean over.
-        """
-        self._rounds.observe(loss, weight)
-
-    def converge(self) -> None:
-        """Average the weights now. A collective: every replica must call it, after the same number of steps."""
-        self._rounds.converge(self.last_epoch)
-
-    def converged(self) -> AbstractContextManager[None]:
-        """A block with the mean weights in place, for evaluating or saving; afterwards each replica has its own back.
-
-        Entering is a collective. Needs a second copy of the weights while the block lasts.
-        """
-        return self._rounds.converged(self.last_epoch)
-
-    @property
-    def history(self) -> list[RoundRecord]:
-        """One record per finished round, the newest last; the last 1000 are kept."""
-        return self._rounds.history
-
-    @property
-    def _rounds(self) -> RoundLoop:
-        assert self._loop is not None
-        return self._loop
-
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,9 +228,9 @@ class OneCycleAutoLR(OneCycleLR):
         To be saved together with the model right after a converge, after :meth:`converge`, or inside
         :meth:`converged`; in between, the model on this rank is one of several different replicas, and this warns.
         """
-        if self._rounds.mid_round(self.last_epoch):
+        if self._rounds.weights_apart(self.last_epoch):
             warnings.warn(
-                f"state_dict() at step {self.last_epoch}, in the middle of a round: weights saved now are this "
+                f"state_dict() at step {self.last_epoch}, where replicas are apart: weights saved now are this "
                 "replica's alone. Save inside `with scheduler.converged():`, or call scheduler.converge() first",
                 stacklevel=2,
             )
@@ -297,12 +250,7 @@ class OneCycleAutoLR(OneCycleLR):
         A state that cannot be used raises ValueError and changes nothing.
         """
         state = _from_torch(state_dict) if "_schedule_phases" in state_dict else dict(state_dict)
-        version = state.get("version")
-        if version != STATE_VERSION:
-            raise ValueError(
-                f"state_dict must have version {STATE_VERSION}, but got version {version!r}; "
-                "load it with the version of hdet that wrote it"
-            )
+        check_version(state)
         try:
             schedule = {key: state["schedule"][key] for key in _SCHEDULE_KEYS}
             last_epoch, step_count = int(state["last_epoch"]), int(state["step_count"])
@@ -344,37 +292,18 @@ def _plain(value: Any) -> Any:
 
 def _check_arguments(a: Mapping[str, Any]) -> None:
     """Raise ValueError with the rule, the value and the remedy."""
-
-    def number(name: str, rule: str, ok: bool) -> None:
-        if not ok:
-            raise ValueError(f"{name} must be {rule}, but got {name}={a[name]!r}")
-
-    def real(name: str) -> float:
-        value = a[name]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return float(value) if is_number and math.isfinite(value) else math.nan
-
-    def whole(name: str) -> int:
-        value = a[name]
-        return value if isinstance(value, int) and not isinstance(value, bool) else -1
-
-    number("ensemble_lr_spread_ratio", "in [0, 1)", 0 <= real("ensemble_lr_spread_ratio") < 1)
-    number("model_sync_interval", "an integer >= 1", whole("model_sync_interval") >= 1)
-    number("auto_lr_warmup_steps", "an integer >= 0", whole("auto_lr_warmup_steps") >= 0)
-    number("loss_scale", "a finite number > 0", real("loss_scale") > 0)
-    number("lr_of_lr", "a finite number >= 0", real("lr_of_lr") >= 0)
-    number("momentum_of_lr", "in [0, 1)", 0 <= real("momentum_of_lr") < 1)
-    number("div_factor", "a finite number > 0", real("div_factor") > 0)
-    number("final_div_factor", "a finite number > 0", real("final_div_factor") > 0)
-    number("seed", "an integer >= 0", whole("seed") >= 0)
-    number("decay", 'one of "schedule", "floor", "printed"', a["decay"] in ("schedule", "floor", "printed"))
-    bounds = a["lr_scale_bounds"]
-    is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
-    number(
-        "lr_scale_bounds",
-        "a pair (low, high) with 0 < low <= 1 <= high < inf",
-        is_pair and 0 < bounds[0] <= 1 <= bounds[1] < math.inf,
-    )
+    check = Arguments(a)
+    check.require("ensemble_lr_spread_ratio", "in [0, 1)", 0 <= check.number("ensemble_lr_spread_ratio") < 1)
+    check.require("model_sync_interval", "an integer >= 1", check.whole("model_sync_interval") >= 1)
+    check.require("auto_lr_warmup_steps", "an integer >= 0", check.whole("auto_lr_warmup_steps") >= 0)
+    check.require("loss_scale", "a finite number > 0", check.number("loss_scale") > 0)
+    check.require("lr_of_lr", "a finite number >= 0", check.number("lr_of_lr") >= 0)
+    check.require("momentum_of_lr", "in [0, 1)", 0 <= check.number("momentum_of_lr") < 1)
+    check.require("div_factor", "a finite number > 0", check.number("div_factor") > 0)
+    check.require("final_div_factor", "a finite number > 0", check.number("final_div_factor") > 0)
+    check.require("seed", "an integer >= 0", check.whole("seed") >= 0)
+    check.one_of("decay", "schedule", "floor", "printed")
+    check.bounds("lr_scale_bounds")
     if not a["enable_auto_lr"]:
         if a["decay"] != "schedule":
             raise ValueError(

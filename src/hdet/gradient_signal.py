@@ -1,0 +1,137 @@
+"""The first-order signal: <g, theta - A>, the derivative of the loss over log(learning rate), from gradients at hand.
+
+As the spread goes to 0, the slope of the replicas' losses on the line through the anchor becomes this dot product. It
+needs no replicas, no weights apart, and has far less noise; it serves the learning rate only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from hdet.anchor import Anchor
+from hdet.replicas import local_tensor
+from hdet.spread import FloatArray
+
+MAX_SAMPLES = 64
+"""Samples of one round. A longer round samples every so many steps."""
+
+
+class GradientSignal:
+    """Samples <g, theta - A> of each knob in optimizer steps, on the device; :meth:`drain` reads them once a round.
+
+    Args:
+        anchor: A.
+        knob_of_group: which knob each param group belongs to.
+        sample_every: steps between samples, at least 1.
+        num_ranks: ranks whose samples :meth:`drain` adds up.
+    """
+
+    def __init__(self, anchor: Anchor, knob_of_group: list[int], *, sample_every: int, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.anchor = anchor
+        self.knob_of_group = knob_of_group
+        self.num_knobs = max(knob_of_group) + 1
+        self.sample_every = sample_every
+        self.num_calls = 0
+        self._rows: list[Tensor] = []
+
+    @torch.no_grad()
+    def sample(self, optimizer: Optimizer) -> None:
+        """Take a sample if one is due; to be called before an optimizer step, with its gradients in place."""
+        self.num_calls += 1
+        if (self.num_calls - 1) % self.sample_every or len(self._rows) == MAX_SAMPLES:
+            return
+        parameters: list[Tensor] = []
+        knobs: list[int] = []
+        signs: list[float] = []
+        for group, knob in zip(optimizer.param_groups, self.knob_of_group, strict=True):
+            for p in group["params"]:
+                parameters.append(p)
+                knobs.append(knob)
+                signs.append(_num_shards(p) / self.num_ranks * (-1 if group.get("maximize", False) else 1))
+        sums: dict[int, list[Tensor]] = {k: [] for k in range(self.num_knobs)}
+        for index, displacement in self.anchor.displacements(parameters):
+            gradient = parameters[index].grad
+            if gradient is not None:
+                sums[knobs[index]].append(_dot(displacement, local_tensor(gradient)) * signs[index])
+        device = next((s.device for found in sums.values() for s in found), torch.device("cpu"))
+        row = torch.stack(
+            [
+                torch.stack([s.to(device) for s in found]).sum() if found else torch.full((), math.nan, device=device)
+                for found in sums.values()
+            ]
+        )
+        self._rows.append(_unscaled(row, optimizer))
+
+    def drain(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[FloatArray, FloatArray]:
+        """Mean and standard error of the round's samples, shape (K,) each, the same on every rank; NaN without any.
+
+        Each rank adds its share: the whole dot product divided by the number of ranks where all hold all parameters,
+        its shard's part where they are sharded.
+        """
+        table = torch.full((MAX_SAMPLES, self.num_knobs), math.nan, dtype=torch.float64, device=device)
+        if self._rows:
+            table[: len(self._rows)] = torch.stack([row.to(device) for row in self._rows]).double()
+        self._rows = []
+        if group is not None:
+            dist.all_reduce(table, group=group)
+        samples = table.cpu().numpy()
+        return _mean_and_error(samples)
+
+    def forget(self) -> None:
+        """Drop the samples of a round that does not count."""
+        self._rows = []
+
+
+def _dot(displacement: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        rows = gradient.indices()
+        displacement, gradient = displacement[tuple(rows)], gradient.values()
+    if displacement.is_complex():
+        displacement, gradient = torch.view_as_real(displacement), torch.view_as_real(gradient)
+    if displacement.is_contiguous() and gradient.is_contiguous() and displacement.dtype == torch.float32:
+        return torch.dot(displacement.view(-1), gradient.view(-1).float())
+    wide = torch.promote_types(displacement.dtype, torch.float32)
+    return (displacement.to(wide) * gradient.to(wide)).sum()
+
+
+def _num_shards(parameter: Tensor) -> int:
+    """Into how many parts a parameter is cut. Parts add up in a sum over ranks; copies have to be averaged."""
+    num_shards = 1
+    if isinstance(parameter, DTensor):
+        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            num_shards *= size if isinstance(placement, Shard) else 1
+    return num_shards
+
+
+def _unscaled(row: Tensor, optimizer: Optimizer) -> Tensor:
+    """Undo a GradScaler that leaves unscaling, and skipping the step, to a fused optimizer."""
+    scale: Any = getattr(optimizer, "grad_scale", None)
+    found_inf: Any = getattr(optimizer, "found_inf", None)
+    if isinstance(scale, Tensor):
+        row = row / scale.to(row.device)
+    if isinstance(found_inf, Tensor):
+        row = torch.where(found_inf.to(row.device) > 0, math.nan, row)
+    return row
+
+
+def _mean_and_error(samples: FloatArray) -> tuple[FloatArray, FloatArray]:
+    num_knobs = samples.shape[1]
+    mean, error = np.full(num_knobs, np.nan), np.full(num_knobs, np.nan)
+    for k in range(num_knobs):
+        column = samples[:, k]
+        column = column[np.isfinite(column)]
+        if len(column):
+            mean[k] = column.mean()
+        if len(column) > 1:
+            error[k] = column.std(ddof=1) / math.sqrt(len(column))
+    return mean, error

@@ -1,0 +1,73 @@
+"""The guard: when has training gone wrong badly enough to go back?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+NUM_RECENT = 16
+
+
+class GuardState(NamedTuple):
+    """Mean loss of the first round, those of the last healthy ones, and how many in a row have been broken."""
+
+    first: float = math.nan
+    recent: tuple[float, ...] = ()
+    num_strikes: int = 0
+
+
+class Guard:
+    """Tells a healthy round from a broken one by its mean loss.
+
+    A round is broken when its loss is not finite, or has jumped: above the median of the last five rounds by more than a
+    share of all progress made, and by many times the usual difference between rounds. Until five rounds have shown
+    what is usual, only a loss twice the first one's size above them counts.
+
+    A loss that stays up although training has gone back several times has not been broken by training: the data have
+    changed. The guard then accepts the new level.
+
+    Args:
+        share: of the progress since the first round that may be lost.
+        noise: how many standard deviations of the difference between rounds count as a jump.
+        max_strikes: broken rounds in a row before a finite loss is accepted.
+    """
+
+    def __init__(self, *, share: float = 0.25, noise: float = 8.0, max_strikes: int = 3) -> None:
+        self.share = share
+        self.noise = noise
+        self.max_strikes = max_strikes
+
+    def update(self, state: GuardState, loss: float) -> tuple[GuardState, bool]:
+        """The next state, and whether the round was healthy."""
+        if not math.isfinite(loss):
+            return state._replace(num_strikes=state.num_strikes + 1), False
+        if not state.recent:
+            return GuardState(loss, (loss,)), True
+        if loss > self._limit(state):
+            if state.num_strikes < self.max_strikes:
+                return state._replace(num_strikes=state.num_strikes + 1), False
+            return GuardState(loss, (loss,)), True
+        return GuardState(state.first, (*state.recent, loss)[-NUM_RECENT:]), True
+
+    def _limit(self, state: GuardState) -> float:
+        usual = statistics.median(state.recent[-5:])
+        if len(state.recent) < 5:
+            return usual + 2 * abs(state.first)
+        steps = [abs(b - a) for a, b in zip(state.recent, state.recent[1:], strict=False)]
+        sigma = 1.4826 * statistics.median(steps)
+        return usual + max(self.share * (state.first - usual), self.noise * sigma)
+
+
+def pack_guard(state: GuardState) -> dict[str, Any]:
+    """A guard's state as plain types."""
+    return {"first": state.first, "recent": list(state.recent), "num_strikes": state.num_strikes}
+
+
+def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
+    """The inverse of :func:`pack_guard`."""
+    recent = tuple(float(v) for v in packed["recent"])
+    if not all(math.isfinite(v) for v in recent):
+        raise ValueError(f"recent must hold finite numbers, but got {packed['recent']!r}")
+    return GuardState(float(packed["first"]), recent, int(packed["num_strikes"]))

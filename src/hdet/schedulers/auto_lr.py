@@ -1,0 +1,301 @@
+"""AutoLR: any schedule, times a scale that is learned on the way."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from hdet.controllers import Controller, EvidenceController
+from hdet.replicas import find_replicas
+from hdet.schedulers.face import (
+    STATE_VERSION,
+    AnchorChoice,
+    Arguments,
+    Device,
+    RoundFace,
+    agree,
+    check_version,
+    make_loop,
+    write_lr,
+)
+from hdet.signal import Loss
+
+
+class AutoLR(RoundFace, LRScheduler):
+    r"""Wraps any LRScheduler and multiplies it by a learned scale.
+
+    At the end of every round the slope of the loss over the logarithm of the learning rate *since the anchor* is known,
+    with its standard error, and the scale moves as far as the evidence goes (Eq. 12). While the schedule warms up, its
+    rise is let through only as far as the evidence supports it (Eq. 13). A round that breaks the model is undone and
+    the scale halved.
+
+    Call ``step(loss)`` after ``optimizer.step()``, as with OneCycleAutoLR. The loss is what the guard watches, and with
+    ``signal="loss"`` what is learned from.
+
+    Args:
+        schedule: any LRScheduler but ReduceLROnPlateau, already constructed. AutoLR steps it.
+        model: for buffers, and parameters that another optimizer trains.
+        signal: ``"gradient"``, the first-order signal: one replica suffices, and replicas stay equal. ``"loss"``: the
+            replicas fan out and their losses are compared. ``"auto"`` takes ``"gradient"``.
+        interval: T, optimizer steps of a round; default a hundredth of ``total_steps``, at most 1000; 100 without.
+        total_steps: length of the run, where the schedule does not tell. Without it the scale never holds still, and
+            the last round has to be ended by :meth:`converge`.
+        spread: alpha in [0, 1) of the fan-out, with ``signal="loss"``.
+        controller: what moves the scale; default ``EvidenceController()``.
+        anchor: from where effects are measured: the ``"start"`` of the run, the last ``"round"``, or renewed every so
+            many rounds. A copy of the weights.
+        anchor_device, anchor_dtype: where, and how precisely, that copy is kept; default like the weights.
+        together: one scale for all param groups, or one for each.
+        gated: whether the schedule's warm-up needs evidence.
+        rollback: whether a broken round is undone. A copy of the weights and of the optimizer's state.
+        max_rollbacks: how often, before it is an error.
+        snapshot_device: where that copy is kept; default beside the weights.
+        start_steps: steps before the scale may move; default a fiftieth of ``total_steps``.
+        hold_share: share of ``total_steps`` at the end in which the scale holds still.
+        scale_bounds: the scale stays inside.
+        process_group: the ranks that train this model; default all of them.
+        seed: of the private permutations.
+
+    Example:
+        >>> import torch
+        >>> from hdet import AutoLR
+        >>> weights = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = torch.optim.SGD([weights], lr=0.1)
+        >>> scheduler = AutoLR(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100))
+        >>> loss = (weights ** 2).sum()
+        >>> loss.backward()
+        >>> optimizer.step(); scheduler.step(loss)
+    """
+
+    def __init__(
+        self,
+        schedule: LRScheduler,
+        *,
+        model: nn.Module | None = None,
+        signal: Literal["auto", "gradient", "loss"] = "auto",
+        interval: int | None = None,
+        total_steps: int | None = None,
+        spread: float = 0.05,
+        controller: Controller | None = None,
+        anchor: AnchorChoice = "start",
+        anchor_device: Device = None,
+        anchor_dtype: torch.dtype | None = None,
+        together: bool = True,
+        gated: bool = True,
+        rollback: bool = True,
+        max_rollbacks: int = 20,
+        snapshot_device: Device = None,
+        start_steps: int | None = None,
+        hold_share: float = 0.05,
+        scale_bounds: tuple[float, float] = (1e-6, 1e6),
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        _check_schedule(schedule)
+        if total_steps is None:
+            total_steps = _length(schedule)
+        if interval is None:
+            interval = 100 if total_steps is None else max(1, min(1000, total_steps // 100))
+        if start_steps is None:
+            start_steps = (total_steps or 0) // 50
+        arguments: dict[str, Any] = {
+            "schedule": type(schedule).__name__,
+            "signal": signal,
+            "interval": interval,
+            "total_steps": total_steps,
+            "spread": spread,
+            "anchor": anchor,
+            "together": together,
+            "gated": gated,
+            "rollback": rollback,
+            "max_rollbacks": max_rollbacks,
+            "start_steps": start_steps,
+            "hold_share": hold_share,
+            "scale_bounds": scale_bounds,
+            "seed": seed,
+        }
+        _check_arguments(arguments)
+        optimizer = schedule.optimizer
+        uses_loss = signal == "loss"
+        replicas = find_replicas(optimizer, process_group, spread=spread if uses_loss else 0.0)
+        agree(replicas, arguments, optimizer, model, wait=True)
+        if uses_loss and replicas.count == 1:
+            warnings.warn(
+                'signal="loss" compares replicas, and there is one: training continues with the schedule as it is. '
+                'Use signal="gradient", or start several with torchrun',
+                stacklevel=2,
+            )
+
+        self.schedule = schedule
+        self.optimizer = optimizer
+        self.total_steps = total_steps
+        self.last_epoch = schedule.last_epoch
+        self.base_lrs = [float(lr) for lr in schedule.base_lrs]
+        # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
+        schedule.base_lrs = list(self.base_lrs)
+        self._schedule_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        loop = make_loop(
+            optimizer,
+            model,
+            replicas,
+            controller=EvidenceController() if controller is None else controller,
+            spread=spread if uses_loss else 0.0,
+            interval=interval,
+            acting=(start_steps, math.inf if total_steps is None else (1 - hold_share) * total_steps),
+            scale_bounds=scale_bounds,
+            seed=seed,
+            step=self.last_epoch,
+            together=together,
+            gated=gated,
+            signal="loss" if uses_loss else "gradient",
+            anchor=anchor,
+            anchor_device=anchor_device,
+            anchor_dtype=anchor_dtype,
+            rollback=rollback,
+            max_rollbacks=max_rollbacks,
+            snapshot_device=snapshot_device,
+        )
+        self._attach(optimizer, loop)
+        self._refresh()
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def step(self, loss: Loss | None = None) -> None:
+        """Advance the schedule by one optimizer step; end the round when it is due.
+
+        Args:
+            loss: this rank's loss of the step, as a number or a one-element float tensor on any device. It is not read
+                before the round ends. Optional with the gradient signal, or where :meth:`observe` is used.
+        """
+        loop = self._rounds
+        if loss is not None:
+            loop.observe(loss)
+        step = self.last_epoch + 1
+        loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
+        self._advance_schedule()
+        self.last_epoch = step
+        self._refresh()
+
+    def _advance_schedule(self) -> None:
+        """One step of the schedule among its own values: many compute the next learning rate from the group's last."""
+        groups = self.optimizer.param_groups
+        own = [group["lr"] for group in groups]
+        for group, lr in zip(groups, self._schedule_lrs, strict=True):
+            group["lr"] = lr
+        try:
+            self.schedule.step()
+            new = [float(group["lr"]) for group in groups]
+        finally:
+            for group, lr in zip(groups, own, strict=True):
+                group["lr"] = lr
+        self._rounds.schedule_moved(self._schedule_lrs, new)
+        self._schedule_lrs = new
+
+    def get_lr(self) -> list[float | Tensor]:
+        """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
+        return [lr * factor for lr, factor in zip(self._schedule_lrs, self._rounds.factors, strict=True)]
+
+    def _refresh(self) -> None:
+        groups = self.optimizer.param_groups
+        for group, lr in zip(groups, self.get_lr(), strict=True):
+            write_lr(group, float(lr))
+        self._last_lr = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain types and the anchor's tensors, the same on every rank: save it on one, load it on all.
+
+        With ``signal="loss"`` replicas are apart all the time: save it, and the model, inside :meth:`converged`.
+        """
+        if self._rounds.weights_apart(self.last_epoch):
+            warnings.warn(
+                f"state_dict() at step {self.last_epoch}, where replicas are apart: weights saved now are this "
+                "replica's alone. Save inside `with scheduler.converged():`, or call scheduler.converge() first",
+                stacklevel=2,
+            )
+        return {
+            "version": STATE_VERSION,
+            "last_epoch": self.last_epoch,
+            "schedule": self.schedule.state_dict(),
+            "schedule_lrs": list(self._schedule_lrs),
+            "rounds": self._rounds.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``, and write the learning rates into the optimizer.
+
+        Load the model first: with ``signal="loss"`` the replicas take their places around its weights here. A state
+        that cannot be used raises ValueError and changes nothing.
+        """
+        check_version(state_dict)
+        try:
+            last_epoch = int(state_dict["last_epoch"])
+            lrs = [float(lr) for lr in state_dict["schedule_lrs"]]
+            if len(lrs) != len(self.optimizer.param_groups):
+                groups = len(self.optimizer.param_groups)
+                raise ValueError(f"the optimizer has {groups} param groups, but got a state with {len(lrs)}")
+            schedule = dict(state_dict["schedule"])
+            self._rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {error}") from error
+        self.schedule.load_state_dict(schedule)
+        self.last_epoch, self._schedule_lrs = last_epoch, lrs
+        self._refresh()
+
+
+def _check_schedule(schedule: Any) -> None:
+    if not isinstance(schedule, LRScheduler):
+        raise TypeError(f"schedule must be an LRScheduler, but got {type(schedule).__name__}")
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise TypeError(
+            "schedule must not be ReduceLROnPlateau, which moves the learning rate by the loss itself; "
+            "wrap the schedule you would use without it, e.g. a constant LambdaLR"
+        )
+    if isinstance(schedule, RoundFace):
+        raise TypeError(
+            f"schedule must not be a scheduler of hdet, but got {type(schedule).__name__}; wrap a plain one"
+        )
+
+
+def _length(schedule: LRScheduler) -> int | None:
+    """Steps until the schedule ends, where it has an end."""
+    if isinstance(schedule, OneCycleLR):
+        return schedule.total_steps
+    if isinstance(schedule, CosineAnnealingLR):
+        return int(schedule.T_max)
+    if isinstance(schedule, PolynomialLR):
+        return int(schedule.total_iters)
+    if isinstance(schedule, SequentialLR):
+        last = _length(schedule._schedulers[-1])
+        return None if last is None else schedule._milestones[-1] + last
+    return None
+
+
+def _check_arguments(a: Mapping[str, Any]) -> None:
+    check = Arguments(a)
+    check.one_of("signal", "auto", "gradient", "loss")
+    check.require("interval", "an integer >= 1", check.whole("interval") >= 1)
+    check.require("total_steps", "an integer >= 1", a["total_steps"] is None or check.whole("total_steps") >= 1)
+    check.require("spread", "in (0, 1)", 0 < check.number("spread") < 1)
+    anchored = a["anchor"] in ("start", "round") if isinstance(a["anchor"], str) else check.whole("anchor") >= 1
+    check.require("anchor", '"start", "round" or a number of rounds >= 1', anchored)
+    check.require("max_rollbacks", "an integer >= 0", check.whole("max_rollbacks") >= 0)
+    check.require("start_steps", "an integer >= 0", check.whole("start_steps") >= 0)
+    check.require("hold_share", "in [0, 1)", 0 <= check.number("hold_share") < 1)
+    check.require("seed", "an integer >= 0", check.whole("seed") >= 0)
+    check.bounds("scale_bounds")

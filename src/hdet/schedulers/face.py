@@ -1,0 +1,210 @@
+"""What the schedulers have in common: how a user talks to the round loop, and how the loop is put together."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.anchor import Anchor
+from hdet.controllers import Controller
+from hdet.gradient_signal import MAX_SAMPLES, GradientSignal
+from hdet.history import RoundRecord
+from hdet.replicas import Replicas, check_parameters, shape_digest, trained_parameters
+from hdet.rounds import RoundLoop
+from hdet.signal import Loss
+from hdet.snapshot import Snapshot
+from hdet.steering import Steering
+
+STATE_VERSION = 1
+
+AnchorChoice = Literal["start", "round"] | int
+Device = torch.device | str | None
+
+
+class RoundFace:
+    """The part of a scheduler that faces the round loop."""
+
+    _loop: RoundLoop | None
+    last_epoch: int
+
+    def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
+        """Add a loss to the round's mean without taking a step: micro-batches, or loops that call ``step()`` bare.
+
+        Args:
+            loss: as in :meth:`step`.
+            weight: what the loss counts, e.g. the number of tokens it is a mean over.
+        """
+        self._rounds.observe(loss, weight)
+
+    def converge(self) -> None:
+        """Average the weights now. A collective: every replica must call it, after the same number of steps."""
+        self._rounds.converge(self.last_epoch)
+
+    def converged(self) -> AbstractContextManager[None]:
+        """A block with the mean weights in place, for evaluating or saving; afterwards each replica has its own back.
+
+        Entering is a collective. Needs a second copy of the weights while the block lasts.
+        """
+        return self._rounds.converged(self.last_epoch)
+
+    @property
+    def history(self) -> list[RoundRecord]:
+        """One record per finished round, the newest last; the last 1000 are kept."""
+        return self._rounds.history
+
+    @property
+    def _rounds(self) -> RoundLoop:
+        assert self._loop is not None
+        return self._loop
+
+    def _refresh(self) -> None:
+        """Write the current learning rates into the optimizer."""
+        raise NotImplementedError
+
+    def _attach(self, optimizer: Optimizer, loop: RoundLoop) -> None:
+        self._loop = loop
+        this = weakref.ref(self)
+
+        def restore_own_lr(_: Optimizer) -> None:
+            # torch has restored param_groups from one rank's checkpoint, that rank's learning rate included.
+            if (scheduler := this()) is not None:
+                scheduler._refresh()
+
+        def before_step(_: Optimizer, args: Any, kwargs: Any) -> None:
+            if (scheduler := this()) is not None:
+                scheduler._rounds.before_optimizer_step()
+
+        optimizer.register_load_state_dict_post_hook(restore_own_lr)
+        if loop.anchor is not None or loop.rollback is not None:
+            optimizer.register_step_pre_hook(before_step)
+
+
+def agree(
+    replicas: Replicas, arguments: Mapping[str, Any], optimizer: Optimizer, model: nn.Module | None, *, wait: bool
+) -> None:
+    """Find out at construction when ranks pass different arguments or hold different parameters."""
+    parameters = trained_parameters(optimizer, model)
+    check_parameters(parameters)
+    sizes = f"{len(parameters)} tensors of {sum(p.numel() for p in parameters)} elements"
+    groups = len(optimizer.param_groups)
+    facts = {**arguments, "parameters": f"{sizes} in {groups} groups (shapes {shape_digest(parameters):08x})"}
+    replicas.agree(facts, wait=wait)
+
+
+def make_loop(
+    optimizer: Optimizer,
+    model: nn.Module | None,
+    replicas: Replicas,
+    *,
+    controller: Controller | None,
+    spread: float,
+    interval: int,
+    acting: tuple[float, float],
+    scale_bounds: tuple[float, float],
+    seed: int,
+    step: int,
+    together: bool = False,
+    gated: bool = False,
+    signal: Literal["loss", "gradient"] = "loss",
+    anchor: AnchorChoice = "round",
+    anchor_device: Device = None,
+    anchor_dtype: torch.dtype | None = None,
+    rollback: bool = False,
+    max_rollbacks: int = 20,
+    snapshot_device: Device = None,
+) -> RoundLoop:
+    """A round loop from a scheduler's arguments."""
+    num_groups = len(optimizer.param_groups)
+    knob_of_group = [0] * num_groups if together else list(range(num_groups))
+    apart = spread > 0 and replicas.count > 1
+    # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
+    anchored = signal == "gradient" or (anchor != "round" and apart)
+    kept = Anchor(device=anchor_device, dtype=anchor_dtype) if anchored else None
+    gradient = None
+    if signal == "gradient":
+        assert kept is not None
+        every = math.ceil(interval / MAX_SAMPLES)
+        gradient = GradientSignal(kept, knob_of_group, sample_every=every, num_ranks=replicas.count)
+    steering = Steering(
+        num_knobs=max(knob_of_group) + 1,
+        num_replicas=replicas.count if apart else 1,
+        spread=spread if apart else 0.0,
+        controller=controller,
+        scale_bounds=scale_bounds,
+        gated=gated,
+        seed=seed,
+        round_index=step // interval,
+    )
+    return RoundLoop(
+        optimizer,
+        model,
+        replicas,
+        steering,
+        knob_of_group=knob_of_group,
+        interval=interval,
+        acting=acting,
+        anchor=kept,
+        anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
+        gradient=gradient,
+        rollback=Snapshot(snapshot_device) if rollback and (apart or gradient is not None) else None,
+        max_rollbacks=max_rollbacks,
+        step=step,
+    )
+
+
+def check_version(state: Mapping[str, Any]) -> None:
+    """Refuse a state that this version did not write."""
+    if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
+        version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(
+            f"state_dict must have version {STATE_VERSION}, but got version {version!r}; "
+            "load it with the version of hdet that wrote it"
+        )
+
+
+class Arguments:
+    """Checks of a constructor's arguments: the rule, the value."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def require(self, name: str, rule: str, ok: bool) -> None:
+        if not ok:
+            raise ValueError(f"{name} must be {rule}, but got {name}={self.values[name]!r}")
+
+    def number(self, name: str) -> float:
+        """The value, or NaN, with which every comparison fails, where it is not a finite number."""
+        value = self.values[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(value) if is_number and math.isfinite(value) else math.nan
+
+    def whole(self, name: str) -> int:
+        """The value, or -1 where it is not an integer."""
+        value = self.values[name]
+        return value if isinstance(value, int) and not isinstance(value, bool) else -1
+
+    def one_of(self, name: str, *choices: str) -> None:
+        listing = ", ".join(f'"{choice}"' for choice in choices)
+        value = self.values[name]
+        self.require(name, f"one of {listing}", isinstance(value, str) and value in choices)
+
+    def bounds(self, name: str) -> None:
+        pair = self.values[name]
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        ok = is_pair and 0 < pair[0] <= 1 <= pair[1] < math.inf
+        self.require(name, "a pair (low, high) with 0 < low <= 1 <= high < inf", ok)
+
+
+def write_lr(group: dict[str, Any], value: float) -> None:
+    """Set a group's learning rate; one that is a tensor keeps its identity, for compiled and captured steps."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(value)
+    else:
+        group["lr"] = value
