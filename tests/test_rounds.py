@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hdet import OneCycleAutoLR, RoundRecord
 from hdet.launch import launch
+from hdet.replicas import Replicas
 from hdet.spread import multipliers
 
 SPREAD = 0.5
@@ -135,7 +136,7 @@ def test_a_record_tells_what_happened_in_its_round(cadences: list[dict[str, dict
         assert record.unhealthy == ()
         assert record.distance > 0
         assert record.converge_s > 0
-        assert set(record.as_dict()) == {
+        assert set(record.as_dict()) >= {
             *("index", "step", "losses", "values", "base_values", "scales", "control"),
             *("unhealthy", "distance", "converge_s"),
         }
@@ -514,6 +515,33 @@ def test_replicas_that_disagree_find_out_at_construction(
 def test_a_spread_on_some_replicas_only_is_found_by_those_who_would_wait(disagreeing: list[dict[str, str]]) -> None:
     for rank in (0, 2):
         assert "ensemble_lr_spread_ratio=0.5 on replicas [0, 2], 0.0 on replicas [1]" in disagreeing[rank]["spread"]
+
+
+def _meetings() -> dict[str, list[str]]:
+    rank = dist.get_rank()
+    world = Replicas(dist.group.WORLD)
+    out = {"agreed": [_error(lambda: world.agree({"interval": 4})) for _ in range(200)]}
+    out["disagreed"] = [_error(lambda: world.agree({"interval": 5 if rank == 1 else 4})) for _ in range(20)]
+    dist.barrier()
+    twin = Replicas(dist.new_group())  # the ranks of WORLD, in a group of its own
+    out["twin"] = [_error(lambda: twin.agree({"interval": 5 if rank == 1 else 4}))]
+    return out
+
+
+@pytest.fixture(scope="module")
+def meetings() -> list[dict[str, list[str]]]:
+    return launch(_meetings, 4)
+
+
+def test_replicas_that_agree_never_quarrel_whoever_comes_first(meetings: list[dict[str, list[str]]]) -> None:
+    for result in meetings:
+        assert result["agreed"] == [""] * 200
+        assert all("interval=4 on replicas [0, 2, 3], 5 on replicas [1]" in text for text in result["disagreed"])
+
+
+def test_a_second_group_of_the_same_ranks_has_its_own_meetings(meetings: list[dict[str, list[str]]]) -> None:
+    for result in meetings:
+        assert "interval=4 on replicas [0, 2, 3], 5 on replicas [1]" in result["twin"][0]
 
 
 # -- replicas that fall behind ------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_bad_weights_are_refused(loss: Any, weight: Any) -> None:
 def test_bad_weight_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"weight must have one element, but got shape \(2,\)"):
         LossMeter().observe(1.0, torch.ones(2))
-    with pytest.raises(TypeError, match="weight must be a floating-point tensor, but got dtype torch.int64"):
+    with pytest.raises(TypeError, match=r"weight must be a floating-point tensor, but got dtype torch\.int64"):
         LossMeter().observe(1.0, torch.tensor(3))
 
 

@@ -16,8 +16,8 @@ BUCKET_BYTES = 24 * 2**20
 """Size of one bucket. Two are in use at a time, and they are all a converge allocates."""
 
 _Kind = tuple[torch.device, torch.dtype]
-Buffers = dict[_Kind, list[Tensor]]
-"""Buckets kept from one converge for the next: fresh memory costs the host more than the copying does."""
+Buffers = dict[torch.device, list[Tensor]]
+"""Buckets, as bytes, kept from one converge for the next: fresh memory costs the host more than the copying does."""
 
 
 class _Bucket(NamedTuple):
@@ -54,10 +54,7 @@ def mean_(
         The Euclidean distance between this replica's floating-point values and the mean, as a 0-d tensor that nobody
         has waited for.
     """
-    tensors = [_memory(t) for t in tensors]
     contributes = healthy[replicas.index]
-    _max_integers_([t for t in tensors if not t.is_floating_point()], replicas, contributes)
-
     num_healthy = sum(healthy)
     squares: list[Tensor] = []
     in_flight: list[_Bucket] = []
@@ -66,30 +63,35 @@ def mean_(
     def finish(bucket: _Bucket) -> None:
         bucket.work.wait()
         for piece, total in zip(bucket.pieces, bucket.views, strict=True):
+            if not piece.is_floating_point():
+                piece.copy_(total)
+                continue
             # In place, while the piece is in cache: first the displacement, for the distance, then the mean.
             piece.sub_(total, alpha=1 / num_healthy)
             squares.append(torch.linalg.vector_norm(piece, dtype=total.dtype).square_())
             torch.div(total, num_healthy, out=piece)
-        spare[_kind(bucket.pieces[0])].append(bucket.buffer)
+        spare[bucket.buffer.device].append(bucket.buffer)
 
-    for pieces in _buckets(_floating(tensors)):
+    for pieces in _buckets([memory_view(t) for t in tensors if t.numel()]):
         if len(in_flight) == 2:
             finish(in_flight.pop(0))
-        kind = _kind(pieces[0])
-        free = spare.setdefault(kind, [])
+        device, dtype = _kind(pieces[0])
         size = sum(piece.numel() for piece in pieces)
-        buffer = free.pop() if free else torch.empty(0)
-        if buffer.numel() < size:
-            buffer = torch.empty(size, dtype=kind[1], device=kind[0])
-        flat = buffer[:size]
+        free = spare.setdefault(device, [])
+        buffer = free.pop() if free else torch.empty(0, dtype=torch.uint8)
+        if buffer.nbytes < size * dtype.itemsize:
+            buffer = torch.empty(size * dtype.itemsize, dtype=torch.uint8, device=device)
+        flat = buffer[: size * dtype.itemsize].view(dtype)
         views = [v.view(p.shape) for v, p in zip(torch.split(flat, [p.numel() for p in pieces]), pieces, strict=True)]
+        is_integer = dtype == torch.int64
         if not contributes:
-            flat.zero_()
-        elif all(p.dtype == kind[1] and p.is_contiguous() for p in pieces):
+            flat.fill_(torch.iinfo(dtype).min if is_integer else 0)
+        elif all(p.dtype == dtype and p.is_contiguous() for p in pieces):
             torch.cat([p.view(-1) for p in pieces], out=flat)  # on the host twice as fast as copying
         else:
             torch._foreach_copy_(views, pieces)
-        work = dist.all_reduce(flat, group=replicas.group, async_op=True)
+        op = dist.ReduceOp.MAX if is_integer else dist.ReduceOp.SUM
+        work = dist.all_reduce(flat, op, group=replicas.group, async_op=True)
         in_flight.append(_Bucket(buffer, pieces, views, work))
     for bucket in in_flight:
         finish(bucket)
@@ -98,20 +100,7 @@ def mean_(
     return torch.stack([s.double().cpu() if s.device.type == "mps" else s.double() for s in squares]).sum().sqrt()
 
 
-def _max_integers_(tensors: list[Tensor], replicas: Replicas, contributes: bool) -> None:
-    for device in dict.fromkeys(t.device for t in tensors):
-        here = [t for t in tensors if t.device == device and t.numel()]
-        if not here:
-            continue
-        flat = torch.cat([t.reshape(-1).to(torch.int64) for t in here])
-        if not contributes:
-            flat.fill_(torch.iinfo(torch.int64).min)
-        dist.all_reduce(flat, dist.ReduceOp.MAX, group=replicas.group)
-        for t, values in zip(here, torch.split(flat, [t.numel() for t in here]), strict=True):
-            t.copy_(values.view(t.shape))
-
-
-def _memory(tensor: Tensor) -> Tensor:
+def memory_view(tensor: Tensor) -> Tensor:
     """A view that names every element of memory once: expanded dimensions are cut to length 1."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -122,21 +111,19 @@ def _memory(tensor: Tensor) -> Tensor:
 
 
 def _floating(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [m for t in tensors if (m := _memory(t)).is_floating_point() and m.numel()]
+    return [m for t in tensors if (m := memory_view(t)).is_floating_point() and m.numel()]
 
 
 def _kind(piece: Tensor) -> _Kind:
+    if not piece.is_floating_point():
+        return piece.device, torch.int64
     return piece.device, torch.float64 if piece.dtype == torch.float64 else torch.float32
-
-
-def _capacity(dtype: torch.dtype) -> int:
-    return BUCKET_BYTES // dtype.itemsize
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Pack the tensors into buckets. A function of shapes and dtypes alone, so that all replicas pack alike."""
     for kind in dict.fromkeys(_kind(t) for t in tensors):
-        capacity = _capacity(kind[1])
+        capacity = BUCKET_BYTES // kind[1].itemsize
         bucket: list[Tensor] = []
         size = 0
         for tensor in tensors:

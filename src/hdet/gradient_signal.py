@@ -84,7 +84,7 @@ class GradientSignal:
         if group is not None:
             dist.all_reduce(table, group=group)
         samples = table.cpu().numpy()
-        return _mean_and_error(samples)
+        return mean_and_error(samples)
 
     def forget(self) -> None:
         """Drop the samples of a round that does not count."""
@@ -124,7 +124,8 @@ def _unscaled(row: Tensor, optimizer: Optimizer) -> Tensor:
     return row
 
 
-def _mean_and_error(samples: FloatArray) -> tuple[FloatArray, FloatArray]:
+def mean_and_error(samples: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Mean and standard error of each column, over its finite entries; NaN where there are too few."""
     num_knobs = samples.shape[1]
     mean, error = np.full(num_knobs, np.nan), np.full(num_knobs, np.nan)
     for k in range(num_knobs):

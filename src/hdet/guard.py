@@ -21,8 +21,8 @@ class GuardState(NamedTuple):
 class Guard:
     """Tells a healthy round from a broken one by its mean loss.
 
-    A round is broken when its loss is not finite, or has jumped: above the median of the last five rounds by more than a
-    share of all progress made, and by many times the usual difference between rounds. Until five rounds have shown
+    A round is broken when its loss is not finite, or has jumped: above the median of the last five rounds by more than
+    a share of all progress made, and by many times the usual difference between rounds. Until five rounds have shown
     what is usual, only a loss twice the first one's size above them counts.
 
     A loss that stays up although training has gone back several times has not been broken by training: the data have

@@ -57,7 +57,7 @@ def launch(
     """
     context = mp.get_context("forkserver")
     # Children fork from a server that has imported torch already: a tenth of a second each instead of several.
-    context.set_forkserver_preload(["torch", "torch.distributed", "hdet"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "hdet"])
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="hdet-") as folder:
         pipes: list[Connection] = []

@@ -43,15 +43,16 @@ class Replicas:
         if self.group is None or self.count == 1:
             return
         meeting = _meetings[self.group] = _meetings.get(self.group, 0) + 1
-        ranks = dist.get_process_group_ranks(self.group)
-        key = self._board = f"hdet/{ranks[0]}-{len(ranks)}-{zlib.crc32(repr(ranks).encode())}/{meeting}"
+        key = self._board = f"hdet/{self.group.group_name}/{dist.get_process_group_ranks(self.group)[0]}/{meeting}"
         store = _store()
         text = json.dumps({name: str(value) for name, value in facts.items()})
         store.set(f"{key}/facts/{self.index}", text)
-        num_same = store.add(f"{key}/digest/{zlib.crc32(text.encode())}", 1)
+        digest = f"{key}/digest/{zlib.crc32(text.encode())}"
+        store.add(digest, 1)
         if store.add(f"{key}/arrived", 1) == self.count:
-            # Last to arrive, so every digest has been counted. Only a quarrel is worth reading everyone's facts.
-            verdict = "" if num_same == self.count else self._quarrel(store, key)
+            # Last to arrive, so by now every digest has been counted: how many are like mine? Only a quarrel is worth
+            # reading everyone's facts.
+            verdict = "" if store.add(digest, 0) == self.count else self._quarrel(store, key)
             store.set(f"{key}/verdict", verdict or "agreed")
         if not wait:
             return

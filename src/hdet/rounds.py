@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
-from hdet.converge import Buffers, is_healthy, mean_
+from hdet.converge import Buffers, is_healthy, mean_, memory_view
 from hdet.gradient_signal import GradientSignal
 from hdet.guard import Guard, GuardState, pack_guard, unpack_guard
 from hdet.history import RoundRecord
@@ -267,16 +267,16 @@ class RoundLoop:
         if not self.apart or self._inside_converged:
             yield
             return
-        tensors = self._tensors()
+        tensors = [memory_view(t) for t in self._tensors()]
         own = [t.clone() for t in tensors]
-        before = self._converged_step, self._left_at_mean
+        before = self._converged_step, self._left_at_mean, self._trainable
         self.converge(step)
         self._inside_converged = True
         try:
             yield
         finally:
             self._inside_converged = False
-            self._converged_step, self._left_at_mean = before
+            self._converged_step, self._left_at_mean, self._trainable = before
             with torch.no_grad():
                 for tensor, value in zip(tensors, own, strict=True):
                     tensor.copy_(value)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 Loss = Tensor | float
 
+_EVERYDAY = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
 
 class LossMeter:
     """Weighted sum of a replica's losses. Nothing here waits for a device until :meth:`drain`."""
@@ -23,7 +25,7 @@ class LossMeter:
         """Add one loss: a tensor with a single float, or a number."""
         # The everyday case first: this runs in every step.
         plain = type(weight) is float and weight == 1.0
-        if plain and isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
+        if plain and isinstance(loss, Tensor) and loss.dim() == 0 and loss.dtype in _EVERYDAY:
             self._accumulator(loss.device)[0].add_(loss.detach())
             self.weight += 1.0
             return
@@ -31,6 +33,8 @@ class LossMeter:
             weight = _scalar(weight, "weight")
         elif not isinstance(weight, Real) or not (0 <= weight < math.inf):
             raise ValueError(f"weight must be a finite number >= 0, but got weight={weight!r}")
+        elif weight == 0:
+            return  # nothing counts nothing, be it NaN: the loss of a batch in which all is masked
         if isinstance(loss, Tensor):
             loss = _scalar(loss, "loss")
         elif not isinstance(loss, Real):
@@ -39,9 +43,11 @@ class LossMeter:
                 "pass the scalar that is minimised, e.g. sum(losses.values()) for a dict"
             )
         if isinstance(loss, Tensor):
-            self._accumulator(loss.device)[0].add_(loss if _is_one(weight) else loss * weight)
+            total = self._accumulator(loss.device)[0]
+            total.add_(loss.to(total.dtype) * weight)
         elif isinstance(weight, Tensor):
-            self._accumulator(weight.device)[0].add_(weight * float(loss))
+            total = self._accumulator(weight.device)[0]
+            total.add_(weight.to(total.dtype) * float(loss))
         else:
             self.total += float(loss) * float(weight)
         if isinstance(weight, Tensor):
@@ -75,10 +81,6 @@ class LossMeter:
         return sums
 
 
-def _is_one(weight: Loss) -> bool:
-    return not isinstance(weight, Tensor) and weight == 1.0
-
-
 def _scalar(value: Tensor, name: str) -> Tensor:
     if value.numel() != 1:
         raise ValueError(
@@ -86,4 +88,8 @@ def _scalar(value: Tensor, name: str) -> Tensor:
         )
     if not value.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, but got dtype {value.dtype}")
-    return value.detach().reshape(())
+    return (
+        value.detach()
+        .reshape(())
+        .to(torch.promote_types(value.dtype, torch.float32) if value.itemsize > 1 else torch.float32)
+    )

@@ -21,7 +21,7 @@ def multipliers(num_replicas: int, spread: float) -> FloatArray:
     """
     delta = max((num_replicas - 1) / 2, 0.5)
     places = np.arange(num_replicas, dtype=np.float64) - (num_replicas - 1) / 2
-    rho: FloatArray = 1.0 + spread * places / delta
+    rho: FloatArray = 1.0 + spread * (places / delta)
     return rho
 
 

@@ -67,6 +67,7 @@ def softmax_weights(losses: FloatArray, temperature: float) -> FloatArray:
     """Eq. 4. The best replica is subtracted first: softmax does not see it, and nothing overflows."""
     finite = np.isfinite(losses)
     score = np.zeros(len(losses))
-    score[finite] = np.exp((losses[finite].min() - losses[finite]) / temperature)
+    with np.errstate(over="ignore"):  # a difference beyond all bounds has weight 0, as it should
+        score[finite] = np.exp((losses[finite].min() - losses[finite]) / temperature)
     weights: FloatArray = score / score.sum()
     return weights

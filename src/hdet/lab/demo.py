@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 HDET, PLAIN = "HDET", "OneCycleLR"
-SIZES = {"context": 64, "num_layers": 2, "width": 64, "num_heads": 4, "num_validation": 256}
+SIZES: dict[str, Any] = {"context": 64, "num_layers": 2, "width": 64, "num_heads": 4, "num_validation": 256}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Settings:
 
     steps: int = 240
     max_lr: float = 3e-3
-    spread: float = 0.3
+    spread: float = 1 / 9
     interval: int = 20
     batch_rows: int = 32
 
@@ -65,7 +65,6 @@ def train(settings: Settings, name: str, progress: Connection) -> Result:
         optimizer,
         max_lr=settings.max_lr,
         total_steps=settings.steps,
-        pct_start=0.1,
         cycle_momentum=False,
         ensemble_lr_spread_ratio=settings.spread if name == HDET else 0.0,
         model_sync_interval=settings.interval,
@@ -77,7 +76,7 @@ def train(settings: Settings, name: str, progress: Connection) -> Result:
     for step in range(settings.steps):
         loss = task.loss(ddp, task.batch(step, replica=rank, num_replicas=num_replicas))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         scheduler.step(loss)
         if rank == 0:
@@ -107,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     console.print(
         f"{options.replicas} replicas train a GPT on Python's standard library, {settings.steps} steps: learning rates "
-        f"{1 - settings.spread:g} to {1 + settings.spread:g} times the base, weights averaged every "
+        f"{1 - settings.spread:.2f} to {1 + settings.spread:.2f} times the base, weights averaged every "
         f"{settings.interval} steps"
     )
     results = _run(console, settings, options.replicas)
@@ -151,15 +150,15 @@ def _watch(console: Console, receive: Connection, settings: Settings) -> None:
 def _round_table(history: Sequence[RoundRecord]) -> Table:
     from rich.table import Table
 
-    table = Table(title="Rounds, one column per replica inside the brackets")
-    for column in ("step", "losses", "LRs x 1e3", "base LR x 1e3", "distance"):
+    table = Table(title="Rounds; losses and LRs of each replica")
+    for column in ("step", "losses", "LRs x 1e3", "base LR", "distance"):
         table.add_column(column, justify="right")
     for record in history:
         table.add_row(
             str(record.step),
             _row(record.losses, "{:.3f}"),
-            _row([1e3 * value for value in record.values[0]], "{:.3f}"),
-            f"{1e3 * record.base_values[0]:.3f}",
+            _row([1e3 * value for value in record.values[0]], "{:.2f}"),
+            f"{1e3 * record.base_values[0]:.2f}",
             f"{record.distance:.3f}",
         )
     return table
@@ -168,7 +167,7 @@ def _round_table(history: Sequence[RoundRecord]) -> Table:
 def _result_table(results: dict[str, Result]) -> Table:
     from rich.table import Table
 
-    table = Table(title="Validation loss at the converged weights")
+    table = Table(title="Validation loss, converged")
     for column in ("run", "loss", "seconds"):
         table.add_column(column, justify="left" if column == "run" else "right")
     for name, result in results.items():

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -32,6 +33,8 @@ class RoundFace:
     """The part of a scheduler that faces the round loop."""
 
     _loop: RoundLoop | None
+    _last_lr: list[float | Tensor]
+    optimizer: Optimizer
     last_epoch: int
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
@@ -68,19 +71,34 @@ class RoundFace:
         """Write the current learning rates into the optimizer."""
         raise NotImplementedError
 
+    def _in_charge(self) -> bool:
+        """Whether the optimizer's learning rates are the ones this scheduler wrote."""
+        groups = self.optimizer.param_groups
+        lrs = zip(groups, self._last_lr, strict=False)
+        return self._rounds.active and self.last_epoch >= 0 and all(float(g["lr"]) == float(lr) for g, lr in lrs)
+
     def _attach(self, optimizer: Optimizer, loop: RoundLoop) -> None:
         self._loop = loop
         this = weakref.ref(self)
 
+        in_charge = False
+
+        def look(_: Optimizer, state: Any) -> None:
+            # Inside SequentialLR it may be another scheduler's turn; then its learning rates stand.
+            nonlocal in_charge
+            scheduler = this()
+            in_charge = scheduler is not None and scheduler._in_charge()
+
         def restore_own_lr(_: Optimizer) -> None:
             # torch has restored param_groups from one rank's checkpoint, that rank's learning rate included.
-            if (scheduler := this()) is not None:
+            if in_charge and (scheduler := this()) is not None:
                 scheduler._refresh()
 
         def before_step(_: Optimizer, args: Any, kwargs: Any) -> None:
             if (scheduler := this()) is not None:
                 scheduler._rounds.before_optimizer_step()
 
+        optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
         if loop.anchor is not None or loop.rollback is not None:
             optimizer.register_step_pre_hook(before_step)
@@ -182,13 +200,13 @@ class Arguments:
     def number(self, name: str) -> float:
         """The value, or NaN, with which every comparison fails, where it is not a finite number."""
         value = self.values[name]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
         return float(value) if is_number and math.isfinite(value) else math.nan
 
     def whole(self, name: str) -> int:
         """The value, or -1 where it is not an integer."""
         value = self.values[name]
-        return value if isinstance(value, int) and not isinstance(value, bool) else -1
+        return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
 
     def one_of(self, name: str, *choices: str) -> None:
         listing = ", ".join(f'"{choice}"' for choice in choices)

@@ -108,6 +108,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             "steps_per_epoch": steps_per_epoch,
             "pct_start": pct_start,
             "anneal_strategy": anneal_strategy,
+            "cycle_momentum": cycle_momentum,
+            "base_momentum": base_momentum,
+            "max_momentum": max_momentum,
             "div_factor": div_factor,
             "final_div_factor": final_div_factor,
             "three_phase": three_phase,
@@ -136,22 +139,30 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
 
         self._loop = None
         self._decay: Decay = "schedule"
-        super().__init__(
-            optimizer,
-            max_lr,
-            total_steps,
-            epochs,
-            steps_per_epoch,
-            pct_start,
-            anneal_strategy,
-            cycle_momentum,
-            base_momentum,
-            max_momentum,
-            div_factor,
-            final_div_factor,
-            three_phase,
-            last_epoch,
-        )
+        before = [dict(group) for group in optimizer.param_groups]
+        try:
+            super().__init__(
+                optimizer,
+                max_lr,
+                total_steps,
+                epochs,
+                steps_per_epoch,
+                pct_start,
+                anneal_strategy,
+                cycle_momentum,
+                base_momentum,
+                max_momentum,
+                div_factor,
+                final_div_factor,
+                three_phase,
+                last_epoch,
+            )
+        except Exception:
+            # torch checks some arguments after it has begun to write others into the groups.
+            for group, values in zip(optimizer.param_groups, before, strict=True):
+                group.clear()
+                group.update(values)
+            raise
         loop = make_loop(
             optimizer,
             model,
@@ -164,9 +175,10 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             seed=seed,
             step=self.last_epoch,
         )
-        self._decay_from = max(float(auto_lr_warmup_steps), self._schedule_phases[0]["end_step"], 0.0)
+        self._warmup_steps = auto_lr_warmup_steps
         self._printed_ratio = div_factor / final_div_factor
-        self._decay = decay
+        # One replica with a spread trains as OneCycleLR, whatever was asked of the auto-LR it cannot have.
+        self._decay = "schedule" if replicas.count == 1 and ensemble_lr_spread_ratio > 0 else decay
         self._attach(optimizer, loop)
         self._refresh()
 
@@ -182,21 +194,29 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             return lrs
         return [lr * factor for lr, factor in zip(lrs, self._loop.factors, strict=True)]
 
+    @property
+    def _decay_from(self) -> float:
+        """The step from which the base falls geometrically: the end of the warm-up, but not before the peak."""
+        return max(float(self._warmup_steps), self._schedule_phases[0]["end_step"], 0.0)
+
     def _geometric_lrs(self) -> list[float | Tensor]:
         """Eq. 8: a constant gamma a round, applied smoothly, so that it holds for any T and any last round."""
-        # The schedule's value where the decay sets in, without get_lr's side effect on the momentum.
-        cycle_momentum, last_epoch = self.cycle_momentum, self.last_epoch
-        self.cycle_momentum, self.last_epoch = False, self._decay_from  # type: ignore[assignment]
-        try:
-            starts = super().get_lr()
-        finally:
-            self.cycle_momentum, self.last_epoch = cycle_momentum, last_epoch
+        starts = self._torch_lrs(self._decay_from)
         progress = (self.last_epoch - self._decay_from) / (self.total_steps - self._decay_from)
         lrs = []
         for group, start in zip(self.optimizer.param_groups, starts, strict=True):
             ratio = start / group["min_lr"] if self._decay == "floor" else self._printed_ratio
             lrs.append(start * math.exp(-math.log(ratio) * progress))
         return lrs
+
+    def _torch_lrs(self, step: float) -> list[float | Tensor]:
+        """OneCycleLR's learning rates at ``step``, without get_lr's side effect on the momentum."""
+        kept = {key: getattr(self, key) for key in ("cycle_momentum", "last_epoch", "_get_lr_called_within_step")}
+        self.__dict__.update(cycle_momentum=False, last_epoch=step, _get_lr_called_within_step=True)
+        try:
+            return super().get_lr()
+        finally:
+            self.__dict__.update(kept)
 
     def _refresh(self) -> None:
         """Write the current learning rates into the optimizer."""
@@ -249,30 +269,40 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         torch's OneCycleLR is accepted too. Another number of replicas gets a new spread around the same base values.
         A state that cannot be used raises ValueError and changes nothing.
         """
-        state = _from_torch(state_dict) if "_schedule_phases" in state_dict else dict(state_dict)
-        check_version(state)
+        if isinstance(state_dict, Mapping) and "_schedule_phases" in state_dict:
+            state_dict = _from_torch(state_dict)
+        check_version(state_dict)
+        before = {key: getattr(self, key) for key in (*_SCHEDULE_KEYS, "last_epoch", "_step_count")}
         try:
-            schedule = {key: state["schedule"][key] for key in _SCHEDULE_KEYS}
-            last_epoch, step_count = int(state["last_epoch"]), int(state["step_count"])
-            if len(schedule["base_lrs"]) != len(self.optimizer.param_groups):
-                raise ValueError(
-                    f"the optimizer has {len(self.optimizer.param_groups)} param groups, "
-                    f"but got a state with {len(schedule['base_lrs'])}"
-                )
-            if not 0 <= last_epoch <= schedule["total_steps"]:
-                raise ValueError(f"last_epoch must be in [0, {schedule['total_steps']}], but got {last_epoch}")
-            rounds = state["rounds"]
-            if rounds is not None:
-                self._rounds.load_state_dict(rounds, step=last_epoch)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            self.last_epoch, self._step_count = int(state_dict["last_epoch"]), int(state_dict["step_count"])
+            self.__dict__.update({key: state_dict["schedule"][key] for key in _SCHEDULE_KEYS})
+            self._check_schedule()
+            if state_dict["rounds"] is not None:
+                self._rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
+        except Exception as error:  # whatever a strange state makes torch stumble over
+            self.__dict__.update(before)
             raise ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {error}") from error
-        self.__dict__.update(schedule)
-        self.last_epoch, self._step_count = last_epoch, step_count
-        self._refresh()
+        if self.last_epoch >= 0:  # inside SequentialLR, before its turn, a schedule is at -1
+            self._refresh()
+
+    def _check_schedule(self) -> None:
+        """Raise where a loaded schedule does not fit the optimizer or cannot be computed."""
+        groups = len(self.optimizer.param_groups)
+        if len(self.base_lrs) != groups:
+            raise ValueError(f"the optimizer has {groups} param groups, but got a state with {len(self.base_lrs)}")
+        if not -1 <= self.last_epoch <= self.total_steps:
+            raise ValueError(f"last_epoch must be in [-1, {self.total_steps}], but got {self.last_epoch}")
+        if self._decay != "schedule" and self._decay_from >= self.total_steps:
+            raise ValueError(f"decay sets in at step {self._decay_from}, but the state ends at {self.total_steps}")
+        if self.last_epoch >= 0:
+            self._torch_lrs(self.last_epoch)
 
 
 def _from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state of torch's OneCycleLR in our form: a user's run so far, to be continued with HDET."""
+    missing = [key for key in ("last_epoch", "_step_count", *_SCHEDULE_KEYS) if key not in state]
+    if missing:
+        raise ValueError(f"state_dict cannot be loaded: a state of OneCycleLR must have {missing}")
     return {
         "version": STATE_VERSION,
         "last_epoch": state["last_epoch"],

@@ -1,0 +1,295 @@
+"""Many runs side by side on the stacked engine, steered by the code that steers real processes.
+
+A run is a task, a starting learning rate, a seed and a method; runs with the same number of replicas train as one
+batched computation. Every number comes out of the same :class:`~hdet.steering.Steering`, controllers and guard as in
+:class:`~hdet.rounds.RoundLoop`; only the mechanics, averaging and placing weights, are the stacked engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from hdet.controllers import Controller, EvidenceController, PaperController
+from hdet.gradient_signal import mean_and_error
+from hdet.guard import Guard, GuardState
+from hdet.lab.stacked import StackedModels
+from hdet.lab.stacked_optim import SGD, Adam, StackedOptimizer
+from hdet.lab.tasks.base import Task, split_rows
+from hdet.rounds import ROLLBACK_CUT
+from hdet.spread import FloatArray
+from hdet.steering import Steering
+
+Method = Literal["fixed", "paper", "loss", "gradient"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep.
+
+    Attributes:
+        lr: peak of the schedule.
+        seed: of weights, data order and permutations.
+        method: ``fixed`` schedule, the ``paper``'s controller, or AutoLR with the ``loss`` or ``gradient`` signal.
+        num_replicas: N; 1 for ``fixed`` and ``gradient``, where more would change nothing.
+        interval: T.
+        spread: alpha.
+        start, hold: shares of the run before and after which the scale holds still.
+        gated, rollback: as in AutoLR.
+        controller: arguments of the controller.
+        label: free text, to tell variants apart.
+    """
+
+    lr: float
+    seed: int = 0
+    method: Method = "fixed"
+    num_replicas: int = 1
+    interval: int = 20
+    spread: float = 0.05
+    start: float = 0.02
+    hold: float = 0.05
+    gated: bool = True
+    rollback: bool = True
+    controller: dict[str, float] = field(default_factory=dict)
+    label: str = ""
+
+    def make_controller(self) -> Controller | None:
+        if self.method == "fixed":
+            return None
+        if self.method == "paper":
+            return PaperController(**self.controller)
+        return EvidenceController(**self.controller)
+
+
+@dataclass
+class Result:
+    """What came of a run.
+
+    Attributes:
+        run: its configuration.
+        validation: figures at the final mean weights, ``loss`` first.
+        train_loss: mean loss over replicas, round by round.
+        base_lr: centre of the learning rate, round by round.
+        z: the controller's evidence, round by round, of the first knob.
+        num_rollbacks: how often it was set back.
+    """
+
+    run: Run
+    validation: dict[str, float] = field(default_factory=dict)
+    train_loss: list[float] = field(default_factory=list)
+    base_lr: list[float] = field(default_factory=list)
+    z: list[float] = field(default_factory=list)
+    num_rollbacks: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def schedule_table(name: str, num_steps: int) -> FloatArray:
+    """A schedule's learning rate in each step, for a peak of 1: ``one-cycle``, ``cosine``, ``wsd`` or ``constant``."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule: LRScheduler
+    if name == "one-cycle":
+        schedule = OneCycleLR(optimizer, 1.0, num_steps, pct_start=0.1, cycle_momentum=False)
+    else:
+        warm = max(1, num_steps // 20)
+        shapes: dict[str, Callable[[int], float]] = {
+            "cosine": lambda t: min((t + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * t / num_steps)),
+            "wsd": lambda t: min((t + 1) / warm, 1.0, max((num_steps - t) / (0.2 * num_steps), 0.0)),
+            "constant": lambda t: 1.0,
+        }
+        if name not in shapes:
+            raise ValueError(f"schedule must be one of one-cycle, {', '.join(shapes)}, but got {name!r}")
+        schedule = LambdaLR(optimizer, shapes[name])
+    table = []
+    for _ in range(num_steps):
+        table.append(float(schedule.get_last_lr()[0]))
+        optimizer.step()
+        schedule.step()
+    return np.array(table)
+
+
+def make_optimizer(name: str) -> StackedOptimizer:
+    """``adam`` (.9, .95), ``adamw`` with weight decay .1, ``sgd`` with momentum .9."""
+    if name == "sgd":
+        return SGD(momentum=0.9)
+    if name not in ("adam", "adamw"):
+        raise ValueError(f"optimizer must be adam, adamw or sgd, but got {name!r}")
+    return Adam((0.9, 0.95), weight_decay=0.1 if name == "adamw" else 0.0, decoupled=name == "adamw")
+
+
+class _Steered:
+    """One run's numbers: steering, guard and record."""
+
+    def __init__(self, run: Run, num_steps: int) -> None:
+        self.run = run
+        self.steering = Steering(
+            num_knobs=1,
+            num_replicas=run.num_replicas,
+            spread=run.spread if run.method in ("paper", "loss") else 0.0,
+            controller=run.make_controller(),
+            scale_bounds=(1e-6, 1e6),
+            gated=run.gated and run.method in ("loss", "gradient"),
+            seed=run.seed,
+        )
+        self.guard, self.guard_state = Guard(), GuardState()
+        self.acting = (run.start * num_steps, (1 - run.hold) * num_steps)
+        self.result = Result(run)
+
+    @property
+    def guarded(self) -> bool:
+        return self.run.rollback and self.run.method in ("loss", "gradient")
+
+    @property
+    def anchored(self) -> bool:
+        return self.run.method == "loss"
+
+    def end_round(self, step: int, losses: FloatArray, samples: FloatArray, base: float) -> bool:
+        """Take in a round; returns whether it has to be undone."""
+        finite = losses[np.isfinite(losses)]
+        mean = float(finite.mean()) if len(finite) else math.nan
+        broken = False
+        info: dict[str, Any] = {}
+        if self.guarded:
+            self.guard_state, healthy = self.guard.update(self.guard_state, mean)
+            broken = not healthy
+        if broken:
+            self.steering.cut(ROLLBACK_CUT)
+            self.result.num_rollbacks += 1
+        elif self.acting[0] < step <= self.acting[1]:
+            slopes = mean_and_error(samples) if self.run.method == "gradient" else None
+            info = self.steering.decide(losses, slopes)
+        self.result.train_loss.append(mean)
+        self.result.base_lr.append(base * self.run.lr * float(self.steering.scales[0]))
+        self.result.z.append(info.get("z", (math.nan,))[0])
+        self.steering.next_round()
+        return broken
+
+
+def sweep(
+    task: Task,
+    runs: Sequence[Run],
+    *,
+    optimizer: str = "adam",
+    schedule: str = "one-cycle",
+    num_steps: int | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    compile: bool = False,  # noqa: A002
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Result]:
+    """Train all runs, those with the same number of replicas and interval side by side; results in their order."""
+    kinds = dict.fromkeys((r.num_replicas, r.interval) for r in runs)
+    found: dict[int, Result] = {}
+    for kind in kinds:
+        chosen = [i for i, r in enumerate(runs) if (r.num_replicas, r.interval) == kind]
+        results = _stacked_sweep(
+            task,
+            [runs[i] for i in chosen],
+            make_optimizer(optimizer),
+            schedule_table(schedule, num_steps or task.total_steps),
+            device=device,
+            dtype=dtype,
+            compile=compile,
+            progress=progress,
+        )
+        found.update(zip(chosen, results, strict=True))
+    return [found[i] for i in range(len(runs))]
+
+
+def _stacked_sweep(
+    task: Task,
+    runs: Sequence[Run],
+    optimizer: StackedOptimizer,
+    table: FloatArray,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    compile: bool,  # noqa: A002
+    progress: Callable[[int], None],
+) -> list[Result]:
+    num_steps, num_replicas, interval = len(table), runs[0].num_replicas, runs[0].interval
+    task.to(device)
+    models = [task.build(run.seed) for run in runs]
+    groups = task.groups(models[0])
+    engine = StackedModels(
+        models,
+        task.loss,
+        groups,
+        num_replicas=num_replicas,
+        optimizer=optimizer,
+        device=device,
+        dtype=dtype,
+        compile=compile,
+        graph=device.startswith("cuda"),
+    )
+    rows = _row_table(task, runs, num_steps, num_replicas).to(device)
+    steered = [_Steered(run, num_steps) for run in runs]
+    total = torch.zeros(len(runs), num_replicas, dtype=torch.float64, device=device)
+    slopes = torch.zeros(interval, len(runs), dtype=torch.float64, device=device)
+    for step in range(num_steps):
+        if step:
+            for s in steered:
+                s.steering.rise(np.array([math.log(table[step] / table[step - 1])]))
+        lrs = np.stack([table[step] * s.run.lr * s.steering.scales[0] * s.steering.multipliers[0] for s in steered])
+        lrs_on_device = torch.from_numpy(lrs).to(device, dtype, non_blocking=True)
+        found = engine.step(task.gather(rows[step]), lrs_on_device.unsqueeze(-1).expand(-1, -1, len(groups)))
+        total += found.losses
+        slopes[step % interval] = found.slopes.sum(-1)
+        num_taken = step % interval + 1
+        last = step + 1 == num_steps
+        if last or num_taken == interval:
+            _end_round(engine, steered, step + 1, total / num_taken, slopes[:num_taken], float(table[step]), last=last)
+            total.zero_()
+            progress(step + 1)
+    return _evaluate(task, engine, steered)
+
+
+def _end_round(
+    engine: StackedModels,
+    steered: Sequence[_Steered],
+    step: int,
+    losses: Tensor,
+    slopes: Tensor,
+    base: float,
+    *,
+    last: bool,
+) -> None:
+    broken = torch.tensor(
+        [
+            s.end_round(step, row, samples[:, None], base)
+            for s, row, samples in zip(steered, losses.cpu().numpy(), slopes.cpu().numpy().T, strict=True)
+        ]
+    )
+    engine.converge()
+    if broken.any():
+        engine.restore(broken)
+    engine.snapshot(~broken)
+    if not last and any(s.anchored for s in steered):
+        anchored = torch.tensor([s.anchored for s in steered])
+        if not anchored.all():
+            raise ValueError("runs with and without an anchor cannot be mixed at the same number of replicas")
+        multipliers = torch.from_numpy(np.stack([s.steering.multipliers.T for s in steered]))
+        engine.place(multipliers.to(engine.weights.device).expand(-1, -1, len(engine.group_names)))
+
+
+def _row_table(task: Task, runs: Sequence[Run], num_steps: int, num_replicas: int) -> Tensor:
+    """(steps, R, N, rows): the whole run's data order in advance, so that no step waits for the host."""
+    by_seed = {
+        seed: torch.stack([split_rows(task.rows(step, seed=seed), num_replicas) for step in range(num_steps)])
+        for seed in dict.fromkeys(run.seed for run in runs)
+    }
+    return torch.stack([by_seed[run.seed] for run in runs], dim=1)
+
+
+def _evaluate(task: Task, engine: StackedModels, steered: Sequence[_Steered]) -> list[Result]:
+    for index, s in enumerate(steered):
+        s.result.validation = task.evaluate(engine.mean_model(index))
+    return [s.result for s in steered]
