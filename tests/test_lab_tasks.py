@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hdet.lab.gpt import GPT
+from hdet.lab.stacked import StackedModels
+from hdet.lab.stacked_optim import Adam
 from hdet.lab.tasks import FeedTask, Task, TextTask, load_task, shakespeare_gpt, split_rows, stdlib_gpt
 from hdet.lab.tasks.base import param_groups
 from hdet.lab.tasks.feed import auc
@@ -215,3 +217,19 @@ def test_missing_data_and_unknown_task(tmp_path: Path) -> None:
         load_task("feed", tmp_path)
     with pytest.raises(ValueError, match="task must be one of stdlib-gpt, shakespeare-gpt, feed, but got 'mnist'"):
         load_task("mnist")
+
+
+def test_tasks_run_stacked(task: Task) -> None:
+    """Every operation of a task's model has a batching rule (vmap warns otherwise), and runs do not mix."""
+    models = [task.build(seed) for seed in range(2)]
+    engine = StackedModels(models, task.loss, task.groups(models[0]), num_replicas=3, optimizer=Adam())
+    rows = torch.stack([split_rows(task.rows(step), 3) for step in range(2)])
+    lrs = torch.full((2, 3, len(engine.group_names)), 1e-3)
+    result = engine.step(task.gather(rows), lrs)
+    for run, model in enumerate(models):
+        expected = [task.loss(model, task.gather(part)).item() for part in rows[run]]
+        assert result.losses[run].tolist() == pytest.approx(expected, rel=1e-5)
+    validation = [task.gather(part) for part in torch.split(task.validation_rows, 7)]
+    figures = engine.evaluate(validation)
+    for run in range(2):
+        assert task.evaluate(engine.mean_model(run))["loss"] == pytest.approx(figures[run].item(), rel=1e-5)

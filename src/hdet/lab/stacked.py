@@ -36,6 +36,7 @@ class Step(NamedTuple):
 class StackedModels:
     """R runs x N replicas of one architecture, their weights one tensor of shape (R, N, parameters).
 
+    Matrix products follow torch's settings: on CUDA, ``torch.set_float32_matmul_precision("high")`` allows TF32.
     Replicas share the gradient, averaged over a run, unless ``shared=False``. Runs never mix: one that turns non-finite
     leaves the others alone.
 

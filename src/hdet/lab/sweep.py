@@ -273,10 +273,9 @@ def _end_round(
         engine.restore(broken)
     engine.snapshot(~broken)
     if not last and any(s.anchored for s in steered):
-        anchored = torch.tensor([s.anchored for s in steered])
-        if not anchored.all():
-            raise ValueError("runs with and without an anchor cannot be mixed at the same number of replicas")
-        multipliers = torch.from_numpy(np.stack([s.steering.multipliers.T for s in steered]))
+        # Multiplier 1 leaves the replicas of a run without an anchor at their mean.
+        rho = [s.steering.multipliers.T if s.anchored else np.ones((engine.num_replicas, 1)) for s in steered]
+        multipliers = torch.from_numpy(np.stack(rho))
         engine.place(multipliers.to(engine.weights.device).expand(-1, -1, len(engine.group_names)))
 
 

@@ -8,7 +8,6 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import numpy as np
 import torch
@@ -151,7 +150,7 @@ def _download(url: str, path: Path) -> None:
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read()
-    except (URLError, TimeoutError, OSError) as error:
+    except OSError as error:  # URLError and TimeoutError are OSErrors
         raise FileNotFoundError(
             f"{path} is missing and {url} cannot be reached ({error}); put the file there"
         ) from error
