@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "guard": set(),
     "snapshot": set(),
     "launch": set(),
+    "testing": {"spread", "controllers.base"},
     "replicas": {"spread"},
     "converge": {"replicas"},
     "warm_start": {"replicas"},

@@ -34,7 +34,7 @@ class Guard:
         max_strikes: broken rounds in a row before a finite loss is accepted.
     """
 
-    def __init__(self, *, share: float = 0.25, noise: float = 8.0, max_strikes: int = 3) -> None:
+    def __init__(self, *, share: float = 0.1, noise: float = 6.0, max_strikes: int = 3) -> None:
         self.share = share
         self.noise = noise
         self.max_strikes = max_strikes
@@ -55,8 +55,10 @@ class Guard:
         usual = statistics.median(state.recent[-5:])
         if len(state.recent) < 5:
             return usual + 2 * abs(state.first)
-        steps = [abs(b - a) for a, b in zip(state.recent, state.recent[1:], strict=False)]
-        sigma = 1.4826 * statistics.median(steps)
+        # What is usual is a spread around the trend: a loss that falls fast must not hide one that jumps.
+        steps = [b - a for a, b in zip(state.recent, state.recent[1:], strict=False)][-8:]
+        trend = statistics.median(steps)
+        sigma = 1.4826 * statistics.median(abs(step - trend) for step in steps)
         return usual + max(self.share * (state.first - usual), self.noise * sigma)
 
 

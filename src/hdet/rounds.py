@@ -167,6 +167,9 @@ class RoundLoop:
                 distance = self._average(step, healthy)
             if acting:
                 info = steering.decide(losses, slopes)
+                if self.anchor is not None and steering.wants_new_anchor():
+                    self.anchor.renew(self._anchored())
+                    self._anchor_shared = True
             self._keep_centre()
         steering.next_round()
         if not last:
@@ -395,7 +398,7 @@ class RoundLoop:
             self.gradient.forget()
             self.gradient.num_calls = num_samples
         if self.rollback is not None:
-            self.rollback.taken = False
+            self.rollback.forget()
         if self.anchor is not None:
             self.anchor.copies = []
             if anchor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,41 +11,55 @@ from torch.optim import Optimizer
 
 
 class Snapshot:
-    """A copy of tensors and of an optimizer's state, overwritten each time it is taken.
+    """Two copies of tensors and of an optimizer's state: the last one taken, and the one before.
+
+    A round whose loss looked healthy may have broken the model in its last steps, which only the next round shows. So
+    :meth:`restore` goes back to the copy that a healthy round has started from: the one before the last.
 
     Args:
-        device: where the copy lives; default beside the original.
+        device: where the copies live; default beside the original.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = device
-        self.taken = False
-        self._tensors: list[Tensor] = []
-        self._state: dict[int, dict[str, Any]] = {}
+        self._last: _Copy | None = None
+        self._proven: _Copy | None = None
+
+    @property
+    def taken(self) -> bool:
+        return self._last is not None or self._proven is not None
+
+    def forget(self) -> None:
+        self._last = self._proven = None
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor], optimizer: Optimizer) -> None:
-        if [t.shape for t in self._tensors] != [t.shape for t in tensors]:
-            self._tensors = [self._copy(t) for t in tensors]
+        """Copy the present; what was the last copy before is proven now, and the oldest is overwritten."""
+        reused, self._proven = self._proven, self._last or self._proven
+        old = _Copy([], {}) if reused is None or reused is self._proven else reused
+        if [t.shape for t in old.tensors] != [t.shape for t in tensors]:
+            kept = [self._copy(t) for t in tensors]
         else:
-            for kept, t in zip(self._tensors, tensors, strict=True):
-                kept.copy_(t, non_blocking=True)
+            kept = [k.copy_(t, non_blocking=True) for k, t in zip(old.tensors, tensors, strict=True)]
         state: dict[int, dict[str, Any]] = {}
         for index, p in enumerate(_parameters(optimizer)):
-            old = self._state.get(index, {})
-            state[index] = {
-                name: self._kept(old.get(name), value) for name, value in optimizer.state.get(p, {}).items()
-            }
-        self._state = state
-        self.taken = True
+            before = old.state.get(index, {})
+            live = optimizer.state.get(p, {})
+            state[index] = {name: self._kept(before.get(name), value) for name, value in live.items()}
+        self._last = _Copy(kept, state)
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[Tensor], optimizer: Optimizer) -> None:
-        for kept, t in zip(self._tensors, tensors, strict=True):
+        """Bring back the proven copy; the last one is dropped."""
+        source = self._proven or self._last
+        if source is None:
+            raise RuntimeError("there is nothing to go back to: no copy has been taken yet")
+        self._proven, self._last = source, None
+        for kept, t in zip(source.tensors, tensors, strict=True):
             t.copy_(kept)
         for index, p in enumerate(_parameters(optimizer)):
-            kept_state = self._state.get(index, {})
-            live = optimizer.state.get(p, {})
+            kept_state = source.state.get(index, {})
+            live = optimizer.state[p]
             for name in list(live):
                 if name not in kept_state:
                     del live[name]  # the optimizer makes it anew, as in its first step
@@ -53,9 +67,9 @@ class Snapshot:
                 if isinstance(value, Tensor) and isinstance(live.get(name), Tensor):
                     live[name].copy_(value)  # in place: compiled and captured steps hold on to these tensors
                 else:
-                    live[name] = value
+                    live[name] = value.clone() if isinstance(value, Tensor) else value
             if not live:
-                optimizer.state.pop(p, None)
+                del optimizer.state[p]
 
     def _kept(self, old: Any, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -66,6 +80,11 @@ class Snapshot:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(device=self.device, copy=True)
+
+
+class _Copy(NamedTuple):
+    tensors: list[Tensor]
+    state: dict[int, dict[str, Any]]
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

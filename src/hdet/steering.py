@@ -14,6 +14,9 @@ import numpy as np
 from hdet.controllers.base import Controller, Evidence, pack_state, unpack_state
 from hdet.spread import FloatArray, fan_out
 
+MAX_FALL = 2.0
+"""How far the logarithm of a scale may fall before the anchor is renewed."""
+
 
 class Steering:
     """Fan-out and scales of ``num_knobs`` knobs over ``num_replicas`` replicas.
@@ -27,6 +30,7 @@ class Steering:
         gated: whether a schedule's own first rise needs evidence (Eq. 13).
         seed: of the permutations.
         round_index: number of the round that begins.
+        first_scale: where the scales start.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Steering:
         gated: bool = False,
         seed: int = 0,
         round_index: int = 0,
+        first_scale: float = 1.0,
     ) -> None:
         self.num_replicas = num_replicas
         self.spread = spread
@@ -47,9 +52,11 @@ class Steering:
         self.scale_bounds = scale_bounds
         self.seed = seed
         self.round_index = round_index
-        self.scales = np.ones(num_knobs)
+        self.scales = np.full(num_knobs, first_scale)
         self.openness = np.zeros(num_knobs)
         self.rising = np.full(num_knobs, gated)
+        self.risen = np.zeros(num_knobs)
+        self.fallen = np.zeros(num_knobs)
         self.state = controller.init(num_knobs) if controller is not None else None
         self._fan_out()
 
@@ -66,8 +73,11 @@ class Steering:
         """Let the controller move the scales; returns what it looked at."""
         if self.controller is None:
             return {}
-        self.state, decision = self.controller.update(self.state, Evidence(losses, self.multipliers, slopes))
+        self.state, decision = self.controller.update(
+            self.state, Evidence(losses, self.multipliers, slopes, self.risen)
+        )
         self.scales = np.clip(self.scales * decision.factors, *self.scale_bounds)
+        self.fallen = np.maximum(self.fallen - np.log(decision.factors), 0.0)
         if decision.openness is not None:
             self.openness = decision.openness
         return dict(decision.info)
@@ -80,13 +90,33 @@ class Steering:
         self.rising = self.rising & (log_ratios >= 0)
         unsupported = np.where(self.rising, log_ratios * (1 - self.openness), 0.0)
         self.scales = np.clip(self.scales * np.exp(-unsupported), *self.scale_bounds)
+        self.risen = self.risen + np.where(self.rising, log_ratios - unsupported, 0.0)
+
+    def wants_new_anchor(self) -> bool:
+        """Whether the scales have fallen so far that the way since the anchor says nothing about the present.
+
+        What an overshoot has displaced, a smaller learning rate cannot bring back: seen from the old anchor it would
+        look too large for ever. True once for each fall; the evidence is forgotten with the anchor.
+        """
+        if (self.fallen < MAX_FALL).all():
+            return False
+        self.fallen = np.zeros_like(self.fallen)
+        self._forget()
+        return True
 
     def cut(self, factor: float) -> None:
-        """After a rollback: lower all scales."""
+        """After a rollback: lower all scales, and forget the evidence that led there."""
         self.scales = np.clip(self.scales * factor, *self.scale_bounds)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.openness = np.zeros_like(self.openness)
+        if self.controller is not None:
+            self.state = self.controller.init(len(self.scales))
 
     def next_round(self) -> None:
         self.round_index += 1
+        self.risen = np.zeros_like(self.risen)
         self._fan_out()
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,6 +127,8 @@ class Steering:
             "scales": self.scales.tolist(),
             "openness": self.openness.tolist(),
             "rising": self.rising.tolist(),
+            "risen": self.risen.tolist(),
+            "fallen": self.fallen.tolist(),
             "controller": pack_state(self.state) if self.controller is not None else {},
         }
 
@@ -108,6 +140,7 @@ class Steering:
         rising = _finite(state, "rising", num_knobs).astype(bool)
         if not (scales > 0).all():
             raise ValueError(f"scales must be positive, but got {state['scales']!r}")
+        risen, fallen = _finite(state, "risen", num_knobs), _finite(state, "fallen", num_knobs)
         controller_state = self.state
         if self.controller is not None:
             fresh = self.controller.init(num_knobs)
@@ -119,6 +152,7 @@ class Steering:
                 raise ValueError(f"{name} must be an integer >= 0, but got {value!r}")
         self.seed, self.round_index = seed, round_index
         self.scales, self.openness, self.rising = scales, openness, rising
+        self.risen, self.fallen = risen, fallen
         self.state = controller_state
         self._fan_out()
 

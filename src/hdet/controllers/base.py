@@ -18,11 +18,13 @@ class Evidence(NamedTuple):
         multipliers: what each knob (row) was multiplied by on each replica (column), shape (K, N).
         slopes: derivative of the loss over the logarithm of each knob, and its standard error, both of shape (K,),
             where the signal measures it directly; NaN where it could not.
+        risen: by how much the schedule's warm-up has raised the logarithm of each knob in this round, shape (K,).
     """
 
     losses: FloatArray
     multipliers: FloatArray
     slopes: tuple[FloatArray, FloatArray] | None = None
+    risen: FloatArray | None = None
 
 
 class Decision(NamedTuple):

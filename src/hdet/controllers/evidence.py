@@ -25,7 +25,9 @@ class EvidenceController:
 
     .. math:: \log s \leftarrow \log s + \mathrm{clip}(-\kappa (z - z_0) / 2, -\text{down}, +\text{up}) \quad (12)
 
-    There is no temperature to tune, and the scale is positive by construction.
+    There is no temperature to tune, and the scale is positive by construction. Evidence far beyond doubt lifts the
+    limit of a rise from ``up`` to ``sprint``, as |z| goes from 10 to 60: a learning rate that is hundreds of times too
+    low is left behind in a few rounds.
 
     Args:
         gain: kappa > 0.
@@ -33,10 +35,18 @@ class EvidenceController:
             that annealing will remove later, so 0 settles several times too low.
         smoothing: share of the past in the smoothed slope, in [0, 1).
         up, down: largest rise and fall of log s in one round, > 0.
+        sprint: largest rise where the evidence is overwhelming, at least ``up``.
     """
 
     def __init__(
-        self, *, gain: float = 0.1, optimism: float = 1.5, smoothing: float = 0.5, up: float = 0.2, down: float = 1.0
+        self,
+        *,
+        gain: float = 0.1,
+        optimism: float = 2.0,
+        smoothing: float = 0.5,
+        up: float = 0.2,
+        sprint: float = 0.5,
+        down: float = 1.0,
     ) -> None:
         for name, value in (("gain", gain), ("up", up), ("down", down)):
             if not 0 < value < np.inf:
@@ -45,7 +55,10 @@ class EvidenceController:
             raise ValueError(f"optimism must be a finite number >= 0, but got optimism={optimism!r}")
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing must be in [0, 1), but got smoothing={smoothing!r}")
-        self.gain, self.optimism, self.smoothing, self.up, self.down = gain, optimism, smoothing, up, down
+        if not up <= sprint < np.inf:
+            raise ValueError(f"sprint must be at least up={up!r}, but got sprint={sprint!r}")
+        self.gain, self.optimism, self.smoothing = gain, optimism, smoothing
+        self.up, self.sprint, self.down = up, sprint, down
 
     def init(self, num_knobs: int) -> EvidenceState:
         return EvidenceState(np.zeros(num_knobs), np.zeros(num_knobs), np.zeros(num_knobs))
@@ -71,7 +84,11 @@ class EvidenceController:
             z = np.nan_to_num((new.slope / weight) / standard_error, nan=0.0, posinf=1e6, neginf=-1e6)
         # A round that shows nothing moves nothing, optimism or not.
         known = new.weight > 0
-        move = np.where(known, np.clip(-self.gain * (z - self.optimism) / 2, -self.down, self.up), 0.0)
+        limit = self.up + (self.sprint - self.up) * np.clip((-z - 10) / 50, 0.0, 1.0)
+        move = np.where(known, np.clip(-self.gain * (z - self.optimism) / 2, -self.down, limit), 0.0)
+        # What the schedule's own rise has added in this round counts towards the limit.
+        if evidence.risen is not None:
+            move = np.minimum(move, np.maximum(limit - evidence.risen, 0.0))
         info = {
             "slope": tuple((new.slope / weight).tolist()),
             "standard_error": tuple(standard_error.tolist()),

@@ -90,7 +90,8 @@ class StackedModels:
         per_replica = not shared or optimizer.needs_weights
         self.optimizer = optimizer
         self.state = optimizer.init(self.weights if per_replica else self.weights[:, :1])
-        self._saved = {name: tensor.clone() for name, tensor in self._everything().items()}
+        self._last = {name: tensor.clone() for name, tensor in self._everything().items()}
+        self._proven = {name: tensor.clone() for name, tensor in self._everything().items()}
 
         self._one_loss = _LossModule(self.model, loss)
         self._stacked_losses = torch.compile(self._losses) if compile else self._losses
@@ -213,13 +214,15 @@ class StackedModels:
     def snapshot(self, runs: Tensor | None = None) -> None:
         """Remember weights and optimizer state of all runs, or of those where the mask ``runs`` (R,) is True."""
         for name, tensor in self._everything().items():
-            _copy_where(self._saved[name], tensor, runs)
+            _copy_where(self._proven[name], self._last[name], runs)
+            _copy_where(self._last[name], tensor, runs)
 
     @torch.no_grad()
     def restore(self, runs: Tensor | None = None) -> None:
-        """Bring back what :meth:`snapshot` remembered last for each chosen run; at first, the start."""
+        """Bring back what the last :meth:`snapshot` but one remembered of each chosen run; at first, the start."""
         for name, tensor in self._everything().items():
-            _copy_where(tensor, self._saved[name], runs)
+            _copy_where(tensor, self._proven[name], runs)
+            _copy_where(self._last[name], self._proven[name], runs)
 
     def _everything(self) -> dict[str, Tensor]:
         return {"weights": self.weights, **self.state}

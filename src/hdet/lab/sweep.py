@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from hdet.controllers import Controller, EvidenceController, PaperController
+from hdet.controllers import Controller, PaperController
 from hdet.gradient_signal import mean_and_error
 from hdet.guard import Guard, GuardState
 from hdet.lab.stacked import StackedModels
 from hdet.lab.stacked_optim import SGD, Adam, StackedOptimizer
 from hdet.lab.tasks.base import Task, split_rows
 from hdet.rounds import ROLLBACK_CUT
+from hdet.schedulers.face import FIRST_SCALES, make_evidence_controller
 from hdet.spread import FloatArray
 from hdet.steering import Steering
 
@@ -42,7 +43,7 @@ class Run:
         interval: T.
         spread: alpha.
         start, hold: shares of the run before and after which the scale holds still.
-        gated, rollback: as in AutoLR.
+        first_scale, gated, rollback: as in AutoLR.
         controller: arguments of the controller.
         label: free text, to tell variants apart.
     """
@@ -52,20 +53,26 @@ class Run:
     method: Method = "fixed"
     num_replicas: int = 1
     interval: int = 20
-    spread: float = 0.05
+    spread: float = 0.1
     start: float = 0.02
     hold: float = 0.05
+    first_scale: float | None = None
     gated: bool = True
     rollback: bool = True
     controller: dict[str, float] = field(default_factory=dict)
     label: str = ""
+
+    def make_first_scale(self) -> float:
+        if self.method == "loss" or self.method == "gradient":
+            return FIRST_SCALES[self.method] if self.first_scale is None else self.first_scale
+        return 1.0
 
     def make_controller(self) -> Controller | None:
         if self.method == "fixed":
             return None
         if self.method == "paper":
             return PaperController(**self.controller)
-        return EvidenceController(**self.controller)
+        return make_evidence_controller(self.method, **self.controller)
 
 
 @dataclass
@@ -138,14 +145,16 @@ class _Steered:
             scale_bounds=(1e-6, 1e6),
             gated=run.gated and run.method in ("loss", "gradient"),
             seed=run.seed,
+            first_scale=run.make_first_scale(),
         )
         self.guard, self.guard_state = Guard(), GuardState()
         self.acting = (run.start * num_steps, (1 - run.hold) * num_steps)
         self.result = Result(run)
+        self.wants_new_anchor = False
 
     @property
-    def guarded(self) -> bool:
-        return self.run.rollback and self.run.method in ("loss", "gradient")
+    def is_auto(self) -> bool:
+        return self.run.method in ("loss", "gradient")
 
     @property
     def anchored(self) -> bool:
@@ -155,9 +164,9 @@ class _Steered:
         """Take in a round; returns whether it has to be undone."""
         finite = losses[np.isfinite(losses)]
         mean = float(finite.mean()) if len(finite) else math.nan
-        broken = False
+        broken = self.wants_new_anchor = False
         info: dict[str, Any] = {}
-        if self.guarded:
+        if self.is_auto and self.run.rollback:
             self.guard_state, healthy = self.guard.update(self.guard_state, mean)
             broken = not healthy
         if broken:
@@ -166,6 +175,7 @@ class _Steered:
         elif self.acting[0] < step <= self.acting[1]:
             slopes = mean_and_error(samples) if self.run.method == "gradient" else None
             info = self.steering.decide(losses, slopes)
+            self.wants_new_anchor = self.is_auto and self.steering.wants_new_anchor()
         self.result.train_loss.append(mean)
         self.result.base_lr.append(base * self.run.lr * float(self.steering.scales[0]))
         self.result.z.append(info.get("z", (math.nan,))[0])
@@ -272,6 +282,9 @@ def _end_round(
     if broken.any():
         engine.restore(broken)
     engine.snapshot(~broken)
+    renewed = torch.tensor([s.wants_new_anchor for s in steered])
+    if renewed.any():
+        engine.set_anchor(renewed)
     if not last and any(s.anchored for s in steered):
         # Multiplier 1 leaves the replicas of a run without an anchor at their mean.
         rho = [s.steering.multipliers.T if s.anchored else np.ones((engine.num_replicas, 1)) for s in steered]

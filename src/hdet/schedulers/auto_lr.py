@@ -19,9 +19,10 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hdet.controllers import Controller, EvidenceController
+from hdet.controllers import Controller
 from hdet.replicas import find_replicas
 from hdet.schedulers.face import (
+    FIRST_SCALES,
     STATE_VERSION,
     AnchorChoice,
     Arguments,
@@ -29,6 +30,7 @@ from hdet.schedulers.face import (
     RoundFace,
     agree,
     check_version,
+    make_evidence_controller,
     make_loop,
     write_lr,
 )
@@ -55,12 +57,16 @@ class AutoLR(RoundFace, LRScheduler):
         total_steps: length of the run, where the schedule does not tell. Without it the scale never holds still, and
             the last round has to be ended by :meth:`converge`.
         spread: alpha in [0, 1) of the fan-out, with ``signal="loss"``.
-        controller: what moves the scale; default ``EvidenceController()``.
+        controller: what moves the scale; default an ``EvidenceController`` tuned to the signal.
         anchor: from where effects are measured: the ``"start"`` of the run, the last ``"round"``, or renewed every so
             many rounds. A copy of the weights.
         anchor_device, anchor_dtype: where, and how precisely, that copy is kept; default like the weights.
+        sample_every: steps between samples of the gradient signal; default every step of a small model, every eighth of
+            one with more than ten million parameters, at most 64 a round.
         together: one scale for all param groups, or one for each.
         gated: whether the schedule's warm-up needs evidence.
+        first_scale: where the scale starts; default 0.03 with the gradient signal, which climbs from there in a few
+            rounds, and 0.2 with the loss signal. A start below 1 is what makes a schedule far too high harmless.
         rollback: whether a broken round is undone. A copy of the weights and of the optimizer's state.
         max_rollbacks: how often, before it is an error.
         snapshot_device: where that copy is kept; default beside the weights.
@@ -89,13 +95,15 @@ class AutoLR(RoundFace, LRScheduler):
         signal: Literal["auto", "gradient", "loss"] = "auto",
         interval: int | None = None,
         total_steps: int | None = None,
-        spread: float = 0.05,
+        spread: float = 0.1,
         controller: Controller | None = None,
         anchor: AnchorChoice = "start",
         anchor_device: Device = None,
         anchor_dtype: torch.dtype | None = None,
+        sample_every: int | None = None,
         together: bool = True,
         gated: bool = True,
+        first_scale: float | None = None,
         rollback: bool = True,
         max_rollbacks: int = 20,
         snapshot_device: Device = None,
@@ -119,8 +127,10 @@ class AutoLR(RoundFace, LRScheduler):
             "total_steps": total_steps,
             "spread": spread,
             "anchor": anchor,
+            "sample_every": sample_every,
             "together": together,
             "gated": gated,
+            "first_scale": first_scale,
             "rollback": rollback,
             "max_rollbacks": max_rollbacks,
             "start_steps": start_steps,
@@ -148,11 +158,12 @@ class AutoLR(RoundFace, LRScheduler):
         # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
         schedule.base_lrs = list(self.base_lrs)
         self._schedule_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        kind: Literal["loss", "gradient"] = "loss" if uses_loss else "gradient"
         loop = make_loop(
             optimizer,
             model,
             replicas,
-            controller=EvidenceController() if controller is None else controller,
+            controller=make_evidence_controller(kind) if controller is None else controller,
             spread=spread if uses_loss else 0.0,
             interval=interval,
             acting=(start_steps, math.inf if total_steps is None else (1 - hold_share) * total_steps),
@@ -161,10 +172,12 @@ class AutoLR(RoundFace, LRScheduler):
             step=self.last_epoch,
             together=together,
             gated=gated,
-            signal="loss" if uses_loss else "gradient",
+            first_scale=FIRST_SCALES[kind] if first_scale is None else first_scale,
+            signal=kind,
             anchor=anchor,
             anchor_device=anchor_device,
             anchor_dtype=anchor_dtype,
+            sample_every=sample_every,
             rollback=rollback,
             max_rollbacks=max_rollbacks,
             snapshot_device=snapshot_device,
@@ -299,3 +312,6 @@ def _check_arguments(a: Mapping[str, Any]) -> None:
     check.require("hold_share", "in [0, 1)", 0 <= check.number("hold_share") < 1)
     check.require("seed", "an integer >= 0", check.whole("seed") >= 0)
     check.bounds("scale_bounds")
+    every = a["sample_every"]
+    check.require("sample_every", "an integer >= 1", every is None or check.whole("sample_every") >= 1)
+    check.require("first_scale", "a finite number > 0", a["first_scale"] is None or check.number("first_scale") > 0)

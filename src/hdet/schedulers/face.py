@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
-from hdet.controllers import Controller
-from hdet.gradient_signal import MAX_SAMPLES, GradientSignal
+from hdet.controllers import Controller, EvidenceController
+from hdet.gradient_signal import GradientSignal, default_sample_every
 from hdet.history import RoundRecord
 from hdet.replicas import Replicas, check_parameters, shape_digest, trained_parameters
 from hdet.rounds import RoundLoop
@@ -25,8 +25,21 @@ from hdet.steering import Steering
 
 STATE_VERSION = 1
 
+FIRST_SCALES = {"gradient": 0.03, "loss": 0.2}
+"""Where the learned scale starts, by signal: low enough that a schedule 30 times too high does no harm in its first
+rounds, and no lower than the signal can climb from in a few of them."""
+
 AnchorChoice = Literal["start", "round"] | int
 Device = torch.device | str | None
+
+
+def make_evidence_controller(signal: Literal["loss", "gradient"], **settings: float) -> EvidenceController:
+    """The controller that goes with a signal, unless told otherwise.
+
+    Losses of replicas have far larger standard errors than the first-order signal, so the same slope is fewer of them:
+    optimism, which is counted in standard errors, has to be smaller.
+    """
+    return EvidenceController(**({"optimism": 0.75} if signal == "loss" else {}) | settings)
 
 
 class RoundFace:
@@ -130,10 +143,12 @@ def make_loop(
     step: int,
     together: bool = False,
     gated: bool = False,
+    first_scale: float = 1.0,
     signal: Literal["loss", "gradient"] = "loss",
     anchor: AnchorChoice = "round",
     anchor_device: Device = None,
     anchor_dtype: torch.dtype | None = None,
+    sample_every: int | None = None,
     rollback: bool = False,
     max_rollbacks: int = 20,
     snapshot_device: Device = None,
@@ -148,7 +163,7 @@ def make_loop(
     gradient = None
     if signal == "gradient":
         assert kept is not None
-        every = math.ceil(interval / MAX_SAMPLES)
+        every = sample_every or default_sample_every(optimizer, interval)
         gradient = GradientSignal(kept, knob_of_group, sample_every=every, num_ranks=replicas.count)
     steering = Steering(
         num_knobs=max(knob_of_group) + 1,
@@ -159,6 +174,7 @@ def make_loop(
         gated=gated,
         seed=seed,
         round_index=step // interval,
+        first_scale=first_scale,
     )
     return RoundLoop(
         optimizer,

@@ -1,0 +1,157 @@
+"""What AutoLR costs a step: a GPT of 124M parameters under the plain schedule, with the gradient and the loss signal.
+
+    python benchmarks/step_cost.py                       # on a GPU: bf16, fused AdamW, 8 sequences of 1024 tokens
+    python benchmarks/step_cost.py --layers 2 --width 64 --context 64 --device cpu
+
+Variants take turns within one process, so that their ratio does not depend on a moment of the machine. The loss signal
+needs replicas: two processes share the device, with plain DDP as their baseline. Memory is what a variant adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
+
+from hdet import AutoLR
+from hdet.lab.gpt import GPT, Attention, next_token_loss
+from hdet.launch import launch
+
+INTERVAL = 20
+
+
+class FusedAttention(Attention):
+    """The lab's attention on torch's fused kernel: what a user would train with."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        sequences, positions, width = x.shape
+        heads = self.qkv(x).view(sequences, positions, 3, self.num_heads, width // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(sequences, positions, width))
+        return out
+
+
+class Trainer:
+    """A model, its optimizer and its schedule, on random tokens."""
+
+    def __init__(self, shape: dict[str, int], device: str, wrap: Callable[[Any], Any] | None) -> None:
+        vocabulary, self.batch, self.device = shape["vocabulary"], shape["batch"], device
+        bare = GPT(
+            vocabulary,
+            context=shape["context"],
+            num_layers=shape["num_layers"],
+            width=shape["width"],
+            num_heads=shape["num_heads"],
+        ).to(device)
+        bare.head.weight = bare.tokens.weight  # as in GPT-2: 124M parameters
+        for module in bare.modules():
+            if isinstance(module, Attention):
+                module.__class__ = FusedAttention
+        self.model: Any = DistributedDataParallel(bare) if dist.is_initialized() else bare
+        fused = device.startswith("cuda")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, weight_decay=0.1, fused=fused)
+        schedule = OneCycleLR(self.optimizer, 3e-4, 100_000)
+        self.scheduler: Any = wrap(schedule) if wrap else schedule
+        self.plain = wrap is None
+        self.tokens = torch.randint(vocabulary, (self.batch, shape["context"] + 1), device=device)
+
+    def step(self) -> None:
+        with torch.autocast(self.device.split(":")[0], dtype=torch.bfloat16):
+            loss = next_token_loss(self.model, self.tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.scheduler.step() if self.plain else self.scheduler.step(loss)
+        self.optimizer.zero_grad()
+
+
+def measure(shape: dict[str, int], device: str, rounds: int, variants: list[str]) -> dict[str, Any]:
+    """Median seconds of a round of INTERVAL steps of each variant, its converge included, and what memory it adds."""
+    if device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")
+    wraps: dict[str, Callable[[Any], Any] | None] = {
+        "plain": None,
+        "gradient": lambda s: AutoLR(s, signal="gradient", interval=INTERVAL, rollback=False),
+        "gradient + rollback": lambda s: AutoLR(s, signal="gradient", interval=INTERVAL),
+        "gradient, T = 200": lambda s: AutoLR(s, signal="gradient", interval=200, rollback=False),
+        "loss": lambda s: AutoLR(s, signal="loss", interval=INTERVAL, rollback=False),
+        "loss + rollback": lambda s: AutoLR(s, signal="loss", interval=INTERVAL),
+    }
+    trainers, memory = {}, {}
+    for name in variants:
+        before = _allocated(device)
+        trainers[name] = Trainer(shape, device, wraps[name])
+        for _ in range(2 * INTERVAL + 1):
+            trainers[name].step()
+        memory[name] = _allocated(device) - before
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, trainer in trainers.items():
+            _wait(device)
+            started = time.perf_counter()
+            for _ in range(INTERVAL):
+                trainer.step()
+            _wait(device)
+            seconds[name].append(time.perf_counter() - started)
+    base = statistics.median(seconds["plain"])
+    num_parameters = sum(p.numel() for p in trainers["plain"].model.parameters())
+    return {
+        "parameters": num_parameters,
+        "plain, ms a step": round(base / INTERVAL * 1e3, 2),
+        "ratio": {
+            name: round(statistics.median(b / a for a, b in zip(seconds["plain"], times, strict=True)), 4)
+            for name, times in seconds.items()
+        },
+        "memory added, in bytes a parameter": {
+            name: round((used - memory["plain"]) / num_parameters, 2) for name, used in memory.items()
+        },
+    }
+
+
+def _allocated(device: str) -> int:
+    if not device.startswith("cuda"):
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=50304)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    shape = {
+        "num_layers": args.layers, "width": args.width, "num_heads": args.heads, "context": args.context,
+        "vocabulary": args.vocabulary, "batch": args.batch,
+    }  # fmt: skip
+    one = measure(shape, args.device, args.rounds, ["plain", "gradient", "gradient + rollback", "gradient, T = 200"])
+    print("one process:", json.dumps(one), flush=True)
+    two = launch(measure, 2, shape, args.device, args.rounds, ["plain", "loss", "loss + rollback"], timeout_s=300)[0]
+    print("two processes, DDP:", json.dumps(two))
+
+
+if __name__ == "__main__":
+    main()

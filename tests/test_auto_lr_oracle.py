@@ -1,0 +1,307 @@
+"""AutoLR on real processes against the NumPy oracle (Eq. 11 to 13), and against OneCycleAutoLR, step for step."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.testing import assert_allclose
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+import oracle
+import oracle_anchor
+from hdet import AutoLR, OneCycleAutoLR, RoundRecord
+from hdet.controllers import EvidenceController, PaperController
+from hdet.launch import launch
+from oracle import Array
+from oracle_anchor import AnchorScenario
+
+FOUR = (0.05, 0.02, 0.08, 0.03)
+
+SCENARIOS = [
+    AnchorScenario("sgd", "sgd", (0.2,)),
+    AnchorScenario("momentum", "momentum", (0.05,), seed=1),
+    AnchorScenario("adam", "adam", (0.05,), seed=2),
+    AnchorScenario("adam, a scale for each of four groups", "adam", FOUR, together=False, seed=3),
+    AnchorScenario("sgd, four groups, one scale", "sgd", FOUR, seed=4),
+    AnchorScenario("no gate", "sgd", (0.2,), gated=False, seed=5),
+    AnchorScenario("anchor renewed every two rounds", "adam", (0.05,), anchor_rounds=2, seed=6),
+    AnchorScenario("other constants", "sgd", (0.2,), gain=0.5, optimism=0.5, smoothing=0.8, up=0.4, down=0.3, seed=7),
+    AnchorScenario("no memory, late start", "adam", (0.05,), smoothing=0.0, start_steps=8, hold_share=0.3, seed=8),
+    AnchorScenario("bounds", "sgd", (0.2,), gated=False, gain=2.0, scale_bounds=(0.8, 1.2), seed=9),
+    AnchorScenario("a low first scale", "adam", (0.05,), first_scale=0.03, smoothing=0.0, interval=2, seed=17),
+    AnchorScenario(
+        "a fall that renews the anchor",
+        "sgd",
+        (0.15,),
+        total_steps=41,
+        gated=False,
+        gain=2.0,
+        optimism=0.0,
+        smoothing=0.0,
+        pct_start=0.1,
+        seed=24,
+    ),
+    AnchorScenario("a round a step", "sgd", (0.2,), interval=1, total_steps=14, seed=10),
+    AnchorScenario("gradient, sgd", "sgd", (0.2,), signal="gradient", seed=11),
+    AnchorScenario("gradient, momentum", "momentum", (0.05,), signal="gradient", seed=12),
+    AnchorScenario("gradient, adam", "adam", (0.05,), signal="gradient", seed=13),
+    AnchorScenario("gradient, four groups", "adam", FOUR, signal="gradient", together=False, seed=14),
+    AnchorScenario("gradient, renewed", "adam", (0.05,), signal="gradient", anchor_rounds=3, gated=False, seed=15),
+    AnchorScenario("gradient, a low first scale", "sgd", (0.2,), signal="gradient", first_scale=0.03, seed=18),
+    AnchorScenario("gradient, one sample a round", "sgd", (0.2,), signal="gradient", interval=1, seed=16),
+]
+
+# The paper's method through AutoLR: anchor at the last converge, its controller, a scale for each group.
+TWINS = {
+    "sgd": {"optimizer": "sgd", "max_lr": (0.3,)},
+    "adam, four groups": {"optimizer": "adam", "max_lr": FOUR},
+    "momentum, cycled": {"optimizer": "momentum", "max_lr": FOUR, "cycle_momentum": True},
+}
+
+
+@dataclass
+class Trace:
+    """What one replica of a real run went through."""
+
+    lrs: Array  # (S, G)
+    losses: Array  # (S,)
+    weights: Array  # (S, P)
+    history: list[RoundRecord]
+
+
+def make_optimizer(kind: str, parameters: list[nn.Parameter], num_groups: int) -> Optimizer:
+    params: Any = parameters if num_groups == 1 else [{"params": [p]} for p in parameters]
+    if kind == "adam":
+        return torch.optim.Adam(params, betas=(oracle.FIXED_MOMENTUM, oracle.BETA2), eps=oracle.EPS)
+    return torch.optim.SGD(params, momentum=oracle.FIXED_MOMENTUM if kind == "momentum" else 0.0)
+
+
+class Training:
+    """The oracle's problem in torch."""
+
+    def __init__(self, kind: str, num_groups: int, seed: int) -> None:
+        self.seed = seed
+        model: nn.Module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.parameters = list(model.parameters())
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, oracle.initial_weights(seed), strict=True):
+                parameter.copy_(torch.from_numpy(value))
+        self.model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+        self.optimizer = make_optimizer(kind, self.parameters, num_groups)
+
+    def run(self, scheduler: AutoLR | OneCycleAutoLR, num_steps: int) -> Trace:
+        lrs, losses, weights = [], [], []
+        for step in range(num_steps):
+            x, y = (torch.from_numpy(part) for part in oracle.batch(self.seed, step, dist.get_rank()))
+            self.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(self.model(x), y)
+            torch.autograd.backward(loss)
+            lrs.append([float(group["lr"]) for group in self.optimizer.param_groups])
+            self.optimizer.step()
+            scheduler.step(loss)
+            losses.append(loss.item())
+            weights.append(torch.cat([p.detach().reshape(-1) for p in self.parameters]).numpy())
+        return Trace(np.array(lrs), np.array(losses), np.array(weights), scheduler.history)
+
+
+def train(s: AnchorScenario) -> Trace:
+    training = Training(s.optimizer, len(s.max_lr), s.seed)
+    schedule = OneCycleLR(
+        training.optimizer, list(s.max_lr), s.total_steps, pct_start=s.pct_start, cycle_momentum=s.cycle_momentum
+    )
+    controller = EvidenceController(
+        gain=s.gain, optimism=s.optimism, smoothing=s.smoothing, up=s.up, sprint=s.sprint, down=s.down
+    )
+    scheduler = AutoLR(
+        schedule,
+        signal=s.signal,
+        interval=s.interval,
+        spread=s.spread,
+        controller=controller,
+        anchor="start" if s.anchor_rounds is None else s.anchor_rounds,
+        together=s.together,
+        gated=s.gated,
+        first_scale=s.first_scale,
+        start_steps=s.start_steps,
+        hold_share=s.hold_share,
+        scale_bounds=s.scale_bounds,
+        seed=s.seed,
+    )
+    return training.run(scheduler, s.total_steps)
+
+
+def train_twins(optimizer: str, max_lr: tuple[float, ...], cycle_momentum: bool = False) -> tuple[Trace, Trace]:
+    one = Training(optimizer, len(max_lr), seed=0)
+    steps, interval, spread, warmup = 23, 4, 0.4, 5
+    paper = OneCycleAutoLR(
+        one.optimizer,
+        list(max_lr),
+        steps,
+        cycle_momentum=cycle_momentum,
+        ensemble_lr_spread_ratio=spread,
+        model_sync_interval=interval,
+        auto_lr_warmup_steps=warmup,
+        enable_auto_lr=True,
+        loss_scale=0.05,
+        seed=3,
+    )
+    first = one.run(paper, steps)
+    other = Training(optimizer, len(max_lr), seed=0)
+    auto = AutoLR(
+        OneCycleLR(other.optimizer, list(max_lr), steps, cycle_momentum=cycle_momentum),
+        signal="loss",
+        anchor="round",
+        controller=PaperController(temperature=0.05),
+        interval=interval,
+        spread=spread,
+        start_steps=warmup,
+        hold_share=0.0,
+        together=False,
+        gated=False,
+        first_scale=1.0,
+        rollback=False,
+        scale_bounds=(1e-4, 1e4),
+        seed=3,
+    )
+    return first, other.run(auto, steps)
+
+
+def train_all(scenarios: list[AnchorScenario]) -> dict[str, Any]:
+    warnings.simplefilter("error")
+    out: dict[str, Any] = {s.name: train(s) for s in scenarios}
+    if dist.get_world_size() > 1:
+        out["twins"] = {name: train_twins(**options) for name, options in TWINS.items()}  # type: ignore[arg-type]
+    return out
+
+
+Run = list[dict[str, Any]]  # by replica, then by name
+
+
+@functools.cache
+def attempt(num_replicas: int) -> Run | Exception:
+    try:
+        return launch(train_all, num_replicas, scenarios_for(num_replicas), timeout_s=100)
+    except (RuntimeError, TimeoutError) as error:
+        return error
+
+
+def run(num_replicas: int) -> Run:
+    result = attempt(num_replicas)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def scenarios_for(num_replicas: int) -> list[AnchorScenario]:
+    return [s for s in SCENARIOS if s.signal == "gradient"] if num_replicas == 1 else SCENARIOS
+
+
+def named(name: str) -> AnchorScenario:
+    return next(s for s in SCENARIOS if s.name == name)
+
+
+@functools.cache
+def expected(name: str, num_replicas: int) -> oracle_anchor.AnchorTrajectory:
+    return oracle_anchor.simulate(named(name), num_replicas)
+
+
+def cases(*counts: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("num_replicas", "name"), [(n, s.name) for n in counts for s in scenarios_for(n)])
+
+
+def close(actual: Any, desired: Any, what: str) -> None:
+    assert_allclose(actual, desired, rtol=1e-8, atol=1e-11, err_msg=what)
+
+
+@cases(1, 2, 4)
+def test_every_step_matches_the_oracle(num_replicas: int, name: str) -> None:
+    real, want = [traces[name] for traces in run(num_replicas)], expected(name, num_replicas)
+    close(np.stack([t.losses for t in real], axis=1), want.losses, "losses")
+    close(np.stack([t.lrs for t in real], axis=1), want.lrs, "learning rates")
+    close(np.stack([t.weights for t in real], axis=1), want.weights, "weights")
+
+
+@cases(1, 2, 4)
+def test_every_round_matches_the_oracle(num_replicas: int, name: str) -> None:
+    want = expected(name, num_replicas).rounds
+    assert len(want) >= 5
+    for trace in (traces[name] for traces in run(num_replicas)):
+        assert [record.step for record in trace.history] == [r.step for r in want]
+        for index, (record, r) in enumerate(zip(trace.history, want, strict=True)):
+            assert record.index == index
+            assert record.num_rollbacks == 0
+            close(record.losses, r.losses, "losses")
+            close(record.base_values, r.base_values, "base values")
+            close(record.scales, r.scales, "scales")
+            if named(name).signal == "loss":
+                close(record.distance, r.distance, "distance")
+            else:
+                assert record.distance == 0
+            for key in ("slope", "standard_error", "z"):
+                value = getattr(r, key)
+                assert (key in record.control) == (value is not None)
+                if value is not None:
+                    close(record.control[key], value, key)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "sgd, four groups, one scale", "other constants"])
+def test_replicas_stay_on_the_anchor_line(num_replicas: int, name: str) -> None:
+    """theta_r = A + rho_r (mean - A) after every step but the last, which leaves all of them at the mean."""
+    s = named(name)
+    weights = np.stack([traces[name].weights for traces in run(num_replicas)], axis=1)
+    anchor = oracle.flat(oracle.initial_weights(s.seed))
+    mean = weights.mean(axis=1)
+    for step in range(s.total_steps - 1):
+        rho = oracle_anchor.fan_out(s, 1, num_replicas, (step + 1) // s.interval)[0]
+        line = anchor + rho[:, None] * (mean[step] - anchor)
+        assert_allclose(weights[step], line, rtol=1e-10, atol=1e-12)
+        assert not np.array_equal(weights[step, 0], weights[step, -1])
+    assert all(np.array_equal(weights[-1, 0], weights[-1, r]) for r in range(num_replicas))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("name", [s.name for s in SCENARIOS if s.signal == "gradient"])
+def test_with_the_gradient_signal_replicas_stay_equal(num_replicas: int, name: str) -> None:
+    first, *others = [traces[name] for traces in run(num_replicas)]
+    for other in others:
+        assert np.array_equal(first.weights, other.weights)
+        assert np.array_equal(first.lrs, other.lrs)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("name", TWINS)
+def test_from_the_last_round_with_the_papers_controller_it_is_onecycleautolr(num_replicas: int, name: str) -> None:
+    for result in run(num_replicas):
+        paper, auto = result["twins"][name]
+        assert np.array_equal(paper.lrs, auto.lrs)
+        assert np.array_equal(paper.weights, auto.weights)
+        assert np.array_equal(paper.losses, auto.losses)
+        told = [[{**r.as_dict(), "converge_s": 0.0} for r in trace.history] for trace in (paper, auto)]
+        assert told[0] == told[1]
+        assert told[0][-1]["scales"] != (1.0,) * len(told[0][-1]["scales"])
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
+    for s in SCENARIOS:
+        want = expected(s.name, num_replicas)
+        assert np.abs(want.weights).max() < 100, s.name  # no chaos that magnifies rounding
+        scales = np.stack([r.scales for r in want.rounds])
+        assert np.abs(np.log(scales)).max() > 0.05, s.name
+        acting = [r for r in want.rounds if r.z is not None]
+        assert 3 <= len(acting) < len(want.rounds), s.name  # the scale holds still at the end
+        assert np.array_equal(want.rounds[-1].scales, acting[-1].scales) or s.gated, s.name
+    assert any(r.new_anchor for r in expected("a fall that renews the anchor", num_replicas).rounds[:-3])
+    bounded = np.stack([r.scales for r in expected("bounds", num_replicas).rounds])
+    assert bounded.min() == 0.8 or bounded.max() == 1.2
