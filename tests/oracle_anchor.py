@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 
 import oracle
+from hdet.spread import permutation
 from oracle import Array, Scenario
-
 
 MAX_FALL = 2.0  # of log s, before the anchor is renewed
 
@@ -88,7 +88,7 @@ class Evidence:
         return slope, standard_error, slope / standard_error if slope else 0.0  # at the anchor itself: no evidence
 
     def move(self, z: float, risen: float) -> float:
-        """Eq. 12. The limit of a rise goes from up to sprint as -z goes from 10 to 60; the schedule's rise is part of it."""
+        """Eq. 12. The limit of a rise, the schedule's own included, goes from up to sprint as -z goes from 10 to 60."""
         s = self.scenario
         limit = s.up + (s.sprint - s.up) * min(max((-z - 10) / 50, 0.0), 1.0)
         wanted = max(-s.gain * (z - s.optimism) / 2, -s.down)
@@ -214,7 +214,7 @@ def mean_and_error(samples: list[float]) -> tuple[float, float | None]:
 def fan_out(scenario: AnchorScenario, num_knobs: int, num_replicas: int, round_index: int) -> Array:
     rho = np.empty((num_knobs, num_replicas))
     for k in range(num_knobs):
-        pi = oracle.permutation(num_replicas, seed=scenario.seed, round_index=round_index, knob=k)
+        pi = permutation(num_replicas, seed=scenario.seed, round_index=round_index, knob=k)
         for r in range(num_replicas):
             place = r if round_index == 0 else int(pi[r])
             rho[k, r] = oracle.multiplier(place, num_replicas, scenario.spread)

@@ -109,9 +109,9 @@ def test_a_loss_that_is_not_finite_is_always_broken(num_before: int, loss: float
 
 
 def test_until_five_rounds_are_known_only_a_huge_loss_counts() -> None:
-    state, verdicts = feed([3.0, 2.9, 8.0])
+    _, verdicts = feed([3.0, 2.9, 8.0])
     assert verdicts == [True, True, True]
-    state, verdicts = feed([3.0, 2.9, 9.0])
+    _, verdicts = feed([3.0, 2.9, 9.0])
     assert verdicts == [True, True, False]
 
 
@@ -130,12 +130,12 @@ def test_a_level_that_stays_up_is_accepted_after_max_strikes() -> None:
 
 
 def test_a_healthy_round_clears_the_strikes() -> None:
-    state, verdicts = feed([*CURVE, 4.0, 4.0, 1.8, 4.0, 4.0, 4.0])
+    _, verdicts = feed([*CURVE, 4.0, 4.0, 1.8, 4.0, 4.0, 4.0])
     assert verdicts[-6:] == [False, False, True, False, False, False]
 
 
 def test_a_non_finite_round_is_a_strike_but_never_accepted() -> None:
-    state, verdicts = feed([*CURVE, math.nan, math.nan, math.nan, math.nan, 4.0])
+    _, verdicts = feed([*CURVE, math.nan, math.nan, math.nan, math.nan, 4.0])
     assert verdicts[-5:] == [False] * 4 + [True]
 
 

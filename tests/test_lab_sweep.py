@@ -52,7 +52,10 @@ RUNS: dict[int, dict[str, tuple[str, Run]]] = {
         "gradient, too low": ("adam", replace(GRADIENT, lr=1e-4, seed=1)),
         "gradient, sgd": ("sgd", replace(GRADIENT, lr=0.1, seed=2)),
         "gradient, adamw, no gate": ("adamw", replace(GRADIENT, gated=False, hold=0.2)),
-        "gradient, breaks": ("sgd", replace(GRADIENT, lr=300.0, gated=False, first_scale=1.0, controller={"optimism": 4.0})),
+        "gradient, breaks": (
+            "sgd",
+            replace(GRADIENT, lr=300.0, gated=False, first_scale=1.0, controller={"optimism": 4.0}),
+        ),
     },
     2: {
         "loss": ("adam", LOSS),

@@ -29,8 +29,8 @@ MAX_SAMPLES = 64
 def default_sample_every(optimizer: Optimizer, interval: int) -> int:
     """Steps between samples: all that fit into a round's table; for large models every eighth at most.
 
-    A sample reads weights, anchor and gradient once, about a third of what the optimizer's step moves. Every eighth step
-    keeps that below a hundredth of a training step on a GPU; small models are cheap, and their rounds are short.
+    A sample reads weights, anchor and gradient once, about a third of what the optimizer's step moves. Every eighth
+    step keeps that below a hundredth of a training step on a GPU; small models are cheap, and their rounds are short.
     """
     num_parameters = sum(local_tensor(p).numel() for group in optimizer.param_groups for p in group["params"])
     return max(math.ceil(interval / MAX_SAMPLES), 8 if num_parameters > LARGE_MODEL else 1)

@@ -108,6 +108,8 @@ class RoundLoop:
         by_knob = (self.steering.scales * mine).tolist()
         self.factors: list[float] = [by_knob[knob] for knob in self.knob_of_group]
         """What the schedule's value of each param group is multiplied by on this replica."""
+        self.gated = bool(self.steering.rising.any())
+        """Whether :meth:`schedule_moved` wants to be told."""
 
     def before_optimizer_step(self) -> None:
         """Set the anchor in the first step, when the weights are what training starts from; sample the gradient."""
@@ -124,8 +126,6 @@ class RoundLoop:
 
     def schedule_moved(self, old: Sequence[float | Tensor], new: Sequence[float | Tensor]) -> None:
         """Eq. 13: tell the gate that the schedule alone went from ``old`` to ``new``, by param group."""
-        if not self.steering.rising.any():
-            return
         ratios = np.zeros(len(self.steering.scales))
         for knob, before, after in zip(self.knob_of_group, old, new, strict=True):
             ratios[knob] = math.log(float(after) / float(before)) if before > 0 and after > 0 else 0.0

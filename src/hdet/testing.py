@@ -30,7 +30,8 @@ def check_controller(
 
     Args:
         make: returns a new controller; called several times.
-        num_knobs, num_replicas: sizes to try.
+        num_knobs: numbers of knobs to try.
+        num_replicas: numbers of replicas to try.
 
     Example:
         >>> from hdet.controllers import PaperController

@@ -23,6 +23,7 @@ from hdet.controllers import Controller
 from hdet.replicas import find_replicas
 from hdet.schedulers.face import (
     FIRST_SCALES,
+    HOLD_SHARE,
     STATE_VERSION,
     AnchorChoice,
     Arguments,
@@ -108,7 +109,7 @@ class AutoLR(RoundFace, LRScheduler):
         max_rollbacks: int = 20,
         snapshot_device: Device = None,
         start_steps: int | None = None,
-        hold_share: float = 0.05,
+        hold_share: float = HOLD_SHARE,
         scale_bounds: tuple[float, float] = (1e-6, 1e6),
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
@@ -215,7 +216,8 @@ class AutoLR(RoundFace, LRScheduler):
         finally:
             for group, lr in zip(groups, own, strict=True):
                 group["lr"] = lr
-        self._rounds.schedule_moved(self._schedule_lrs, new)
+        if self._rounds.gated:
+            self._rounds.schedule_moved(self._schedule_lrs, new)
         self._schedule_lrs = new
 
     def get_lr(self) -> list[float | Tensor]:

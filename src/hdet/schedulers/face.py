@@ -25,6 +25,9 @@ from hdet.steering import Steering
 
 STATE_VERSION = 1
 
+HOLD_SHARE = 0.05
+"""Share of a run, at its end, in which the learned scale holds still."""
+
 FIRST_SCALES = {"gradient": 0.03, "loss": 0.2}
 """Where the learned scale starts, by signal: low enough that a schedule 30 times too high does no harm in its first
 rounds, and no lower than the signal can climb from in a few of them."""
@@ -40,6 +43,21 @@ def make_evidence_controller(signal: Literal["loss", "gradient"], **settings: fl
     optimism, which is counted in standard errors, has to be smaller.
     """
     return EvidenceController(**({"optimism": 0.75} if signal == "loss" else {}) | settings)
+
+
+def auto_settings(signal: Literal["loss", "gradient"], total_steps: int | None) -> dict[str, Any]:
+    """The arguments of :func:`make_loop` that make AutoLR out of a schedule, unless told otherwise."""
+    end = math.inf if total_steps is None else (1 - HOLD_SHARE) * total_steps
+    return {
+        "controller": make_evidence_controller(signal),
+        "acting": ((total_steps or 0) // 50, end),
+        "together": True,
+        "gated": True,
+        "first_scale": FIRST_SCALES[signal],
+        "signal": signal,
+        "anchor": "start",
+        "rollback": True,
+    }
 
 
 class RoundFace:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.controllers import PaperController
 from hdet.replicas import find_replicas
-from hdet.schedulers.face import STATE_VERSION, Arguments, RoundFace, agree, check_version, make_loop
+from hdet.schedulers.face import STATE_VERSION, Arguments, RoundFace, agree, auto_settings, check_version, make_loop
 from hdet.signal import Loss
 
 Decay = Literal["schedule", "floor", "printed"]
@@ -49,6 +49,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         rank, world_size: accepted for compatibility and ignored; the process group decides.
         model: average its buffers too (BatchNorm statistics): floats become the mean, integers the maximum.
         process_group: the ranks that hold replicas; default all of them.
+        signal: None for the paper's controller. ``"gradient"`` or ``"loss"`` puts AutoLR's in its place, anchored at
+            the start, gated and with rollback, which acts after the first fiftieth of the run at the latest; see
+            :class:`~hdet.AutoLR`. ``"gradient"`` needs no spread, ``"loss"`` one.
         decay: how the base falls while auto-LR is on. ``"schedule"``: as OneCycleLR does. ``"floor"``: geometrically,
             from the peak or from ``auto_lr_warmup_steps``, whichever is later, to the schedule's ``min_lr`` at the end.
             ``"printed"``: the same towards ``final_div_factor / div_factor`` of the start, as Eq. 8 is printed; refused
@@ -95,6 +98,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         *,
         model: nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None,
+        signal: Literal["gradient", "loss"] | None = None,
         decay: Decay = "schedule",
         lr_scale_bounds: tuple[float, float] = (1e-4, 1e4),
         seed: int = 0,
@@ -122,6 +126,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             "loss_scale": loss_scale,
             "lr_of_lr": lr_of_lr,
             "momentum_of_lr": momentum_of_lr,
+            "signal": signal,
             "decay": decay,
             "lr_scale_bounds": lr_scale_bounds,
             "seed": seed,
@@ -129,7 +134,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         _check_arguments(arguments)
         replicas = find_replicas(optimizer, process_group, spread=ensemble_lr_spread_ratio)
         # Without a spread there is nothing to do together, so nobody waits; the others learn of it all the same.
-        agree(replicas, arguments, optimizer, model, wait=ensemble_lr_spread_ratio > 0)
+        agree(replicas, arguments, optimizer, model, wait=ensemble_lr_spread_ratio > 0 or signal is not None)
         if ensemble_lr_spread_ratio > 0 and replicas.count == 1:
             warnings.warn(
                 f"ensemble_lr_spread_ratio={ensemble_lr_spread_ratio} has no effect with one replica: training "
@@ -138,6 +143,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             )
 
         self._loop = None
+        self._schedule_lrs: list[float | Tensor] | None = None
         self._decay: Decay = "schedule"
         before = [dict(group) for group in optimizer.param_groups]
         try:
@@ -163,17 +169,22 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
                 group.clear()
                 group.update(values)
             raise
+        if signal is None:
+            controller = PaperController(loss_scale, lr_of_lr, momentum_of_lr) if enable_auto_lr else None
+            chosen: dict[str, Any] = {"controller": controller, "acting": (auto_lr_warmup_steps, math.inf)}
+        else:
+            chosen = auto_settings(signal, self.total_steps)
+            chosen["acting"] = (min(auto_lr_warmup_steps, chosen["acting"][0]), chosen["acting"][1])
         loop = make_loop(
             optimizer,
             model,
             replicas,
             spread=ensemble_lr_spread_ratio,
             interval=model_sync_interval,
-            controller=PaperController(loss_scale, lr_of_lr, momentum_of_lr) if enable_auto_lr else None,
-            acting=(auto_lr_warmup_steps, math.inf),
             scale_bounds=lr_scale_bounds,
             seed=seed,
             step=self.last_epoch,
+            **chosen,
         )
         self._warmup_steps = auto_lr_warmup_steps
         self._printed_ratio = div_factor / final_div_factor
@@ -189,9 +200,11 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         lrs = super().get_lr()
         if self._decay != "schedule" and self.last_epoch > self._decay_from:
             lrs = self._geometric_lrs()
-        self._schedule_lrs = lrs
+        old, self._schedule_lrs = self._schedule_lrs, lrs
         if self._loop is None:
             return lrs
+        if old is not None and self._loop.gated:
+            self._loop.schedule_moved(old, lrs)
         return [lr * factor for lr, factor in zip(lrs, self._loop.factors, strict=True)]
 
     @property
@@ -237,7 +250,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
                 loop.observe(loss)
             step = self.last_epoch + 1
             if step <= self.total_steps:  # beyond, torch raises
-                loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
+                loop.end_step(step, self._schedule_lrs or [], last=step == self.total_steps)
         super().step()
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -282,6 +295,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         except Exception as error:  # whatever a strange state makes torch stumble over
             self.__dict__.update(before)
             raise ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {error}") from error
+        self._schedule_lrs = None  # a jump to another step is no move of the schedule
         if self.last_epoch >= 0:  # inside SequentialLR, before its turn, a schedule is at -1
             self._refresh()
 
@@ -334,6 +348,17 @@ def _check_arguments(a: Mapping[str, Any]) -> None:
     check.require("seed", "an integer >= 0", check.whole("seed") >= 0)
     check.one_of("decay", "schedule", "floor", "printed")
     check.bounds("lr_scale_bounds")
+    if a["signal"] is not None:
+        check.one_of("signal", "gradient", "loss")
+        if (a["ensemble_lr_spread_ratio"] > 0) != (a["signal"] == "loss"):
+            raise ValueError(
+                'ensemble_lr_spread_ratio must be 0 with signal="gradient", which needs no fan-out, and above 0 with '
+                f'signal="loss", but got signal={a["signal"]!r} and '
+                f"ensemble_lr_spread_ratio={a['ensemble_lr_spread_ratio']!r}"
+            )
+        if a["decay"] != "schedule":
+            raise ValueError(f"decay={a['decay']!r} belongs to the paper's controller; leave it out with signal=")
+        return
     if not a["enable_auto_lr"]:
         if a["decay"] != "schedule":
             raise ValueError(
