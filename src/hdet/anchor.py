@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hdet.converge import expanded_dims
 from hdet.replicas import local_tensor
 
 CHUNK_ELEMENTS = 2**24
@@ -42,9 +43,12 @@ class Anchor:
         """Eq. 11: each parameter, at the mean, moves to A + rho (mean - A)."""
         for copy, parameter, rho in zip(self.copies, parameters, multipliers, strict=True):
             p = local_tensor(parameter)
-            if p.numel():
+            if p.is_floating_point() or p.is_complex():
                 a = copy.to(device=p.device, dtype=p.dtype, non_blocking=True)
-                p.copy_(torch.lerp(a, p, rho) if p.is_floating_point() or p.is_complex() else p)
+                placed = torch.lerp(a, p, rho)
+                for dim in expanded_dims(p):  # their elements share memory: write it once
+                    p, placed = p.narrow(dim, 0, 1), placed.narrow(dim, 0, 1)
+                p.copy_(placed)
 
     def displacements(self, parameters: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield (index, theta - A) of each parameter: temporary tensors, a bounded number of bytes at a time."""

@@ -104,10 +104,14 @@ def memory_view(tensor: Tensor) -> Tensor:
     """A view that names every element of memory once: expanded dimensions are cut to length 1."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
+    for dim in expanded_dims(tensor):
+        tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def expanded_dims(tensor: Tensor) -> list[int]:
+    """Dimensions along which all elements share their memory."""
+    return [d for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if stride == 0 and n > 1]
 
 
 def _floating(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -53,13 +53,14 @@ class GradientSignal:
         self.num_knobs = max(knob_of_group) + 1
         self.sample_every = sample_every
         self.num_calls = 0
+        self.samples: FloatArray = np.empty((0, self.num_knobs))
         self._rows: list[Tensor] = []
 
     @torch.no_grad()
     def sample(self, optimizer: Optimizer) -> None:
         """Take a sample if one is due; to be called before an optimizer step, with its gradients in place."""
         self.num_calls += 1
-        if (self.num_calls - 1) % self.sample_every or len(self._rows) == MAX_SAMPLES:
+        if (self.num_calls - 1) % self.sample_every or len(self._rows) + len(self.samples) == MAX_SAMPLES:
             return
         parameters: list[Tensor] = []
         knobs: list[int] = []
@@ -83,8 +84,8 @@ class GradientSignal:
         )
         self._rows.append(_unscaled(row, optimizer))
 
-    def drain(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[FloatArray, FloatArray]:
-        """Mean and standard error of the round's samples, shape (K,) each, the same on every rank; NaN without any.
+    def collect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Bring the samples to the host, the same on every rank of ``group``; a collective, and it waits.
 
         Each rank adds its share: the whole dot product divided by the number of ranks where all hold all parameters,
         its shard's part where they are sharded.
@@ -95,11 +96,19 @@ class GradientSignal:
         self._rows = []
         if group is not None:
             dist.all_reduce(table, group=group)
-        samples = table.cpu().numpy()
-        return mean_and_error(samples)
+        found = table.cpu().numpy()
+        self.samples = np.concatenate([self.samples, found[np.isfinite(found).any(axis=1)]])
+
+    def drain(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[FloatArray, FloatArray]:
+        """Mean and standard error of the round's samples, shape (K,) each, the same on every rank; NaN without any."""
+        self.collect(group, device)
+        found = mean_and_error(self.samples)
+        self.forget()
+        return found
 
     def forget(self) -> None:
-        """Drop the samples of a round that does not count."""
+        """Drop the samples of a round that is over, or does not count."""
+        self.samples = np.empty((0, self.num_knobs))
         self._rows = []
 
 

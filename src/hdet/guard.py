@@ -23,7 +23,7 @@ class Guard:
 
     A round is broken when its loss is not finite, or has jumped: above the median of the last five rounds by more than
     a share of all progress made, and by many times the usual difference between rounds. Until five rounds have shown
-    what is usual, only a loss twice the first one's size above them counts.
+    what is usual, only a loss above them by twice their size counts.
 
     A loss that stays up although training has gone back several times has not been broken by training: the data have
     changed. The guard then accepts the new level.
@@ -34,7 +34,7 @@ class Guard:
         max_strikes: broken rounds in a row before a finite loss is accepted.
     """
 
-    def __init__(self, *, share: float = 0.1, noise: float = 6.0, max_strikes: int = 3) -> None:
+    def __init__(self, *, share: float = 0.1, noise: float = 5.0, max_strikes: int = 3) -> None:
         self.share = share
         self.noise = noise
         self.max_strikes = max_strikes
@@ -53,13 +53,15 @@ class Guard:
 
     def _limit(self, state: GuardState) -> float:
         usual = statistics.median(state.recent[-5:])
+        size = max(abs(usual), abs(state.first))
         if len(state.recent) < 5:
-            return usual + 2 * abs(state.first)
+            return usual + 2 * size if size > 0 else math.inf
         # What is usual is a spread around the trend: a loss that falls fast must not hide one that jumps.
-        steps = [b - a for a, b in zip(state.recent, state.recent[1:], strict=False)][-8:]
+        steps = [b - a for a, b in zip(state.recent, state.recent[1:], strict=False)]
         trend = statistics.median(steps)
-        sigma = 1.4826 * statistics.median(abs(step - trend) for step in steps)
-        return usual + max(self.share * (state.first - usual), self.noise * sigma)
+        sigma = math.sqrt(sum((step - trend) ** 2 for step in steps) / (len(steps) - 1))
+        noise = self.noise * (1 + 4 / len(steps)) * sigma  # few steps tell little about what is usual
+        return usual + max(self.share * (state.first - usual), noise, 1e-3 * size)
 
 
 def pack_guard(state: GuardState) -> dict[str, Any]:

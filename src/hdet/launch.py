@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing as mp
 import multiprocessing.context
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -98,7 +99,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list
             assert isinstance(pipe, Connection)
             index = waiting.pop(pipe)
             try:
-                ok, value = pipe.recv()
+                ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 ok, value = False, "the process died without a word"
             (results if ok else errors)[index] = value
@@ -127,10 +128,12 @@ def _replica(
         store = FileStore(store_path, num_replicas)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=index, world_size=num_replicas, timeout=timeout)
+        dist.barrier()  # a function that is done at once must not leave before the others have connected
         result = function(*args)
-        send.send((True, result))
+        # Plain pickle: torch's own would share the memory of tensors with a process that is about to end.
+        send.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        send.send((False, traceback.format_exc()))
+        send.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         send.close()
         with contextlib.suppress(Exception):

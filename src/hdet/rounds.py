@@ -100,6 +100,7 @@ class RoundLoop:
         self._inside_converged = False
         self._buffers: Buffers = {}
         self._left_at_mean = False
+        self._loaded_centre: dict[int, Tensor] | None = None
         self._trainable = self._requiring_grad()
         self._update_factors()
 
@@ -116,7 +117,8 @@ class RoundLoop:
         if self.anchor is not None and not self.anchor.copies:
             self.anchor.renew(self._anchored())
         if self.rollback is not None and not self.rollback.taken:
-            self.rollback.take(self._tensors(), self.optimizer)
+            self.rollback.take(self._loaded_centre or self._by_id(), self.optimizer)
+            self._loaded_centre = None
         if self.gradient is not None:
             self.gradient.sample(self.optimizer)
 
@@ -161,7 +163,7 @@ class RoundLoop:
         info: dict[str, Any] = {}
         distance = 0.0
         if self._went_wrong(step, losses, healthy, losses_given=bool(table["weights"].any())):
-            self._go_back()
+            self._go_back(step)
         else:
             if self.apart:
                 distance = self._average(step, healthy)
@@ -208,8 +210,8 @@ class RoundLoop:
                 )
             return False
         finite = losses[np.isfinite(losses)]
-        if not healthy.any():
-            fine = False
+        if not healthy.any() or not (self.apart or healthy.all()):
+            fine = False  # replicas that are never averaged would keep, and remember, what is broken
         elif not losses_given:
             fine = True  # only the weights can tell
         else:
@@ -222,15 +224,16 @@ class RoundLoop:
             )
         return not fine
 
-    def _go_back(self) -> None:
+    def _go_back(self, step: int) -> None:
         assert self.rollback is not None
-        self.rollback.restore(self._tensors(), self.optimizer)
+        self._converged_step = step
+        self.rollback.restore(self._by_id(), self.optimizer)
         self.steering.cut(ROLLBACK_CUT)
         self.num_rollbacks += 1
 
     def _keep_centre(self) -> None:
         if self.rollback is not None:
-            self.rollback.take(self._tensors(), self.optimizer)
+            self.rollback.take(self._by_id(), self.optimizer)
 
     def _renew_anchor(self) -> None:
         if self.anchor is None:
@@ -257,8 +260,12 @@ class RoundLoop:
 
     def converge(self, step: int) -> None:
         """Eq. 3 now, in the middle of a round: the round, its signal and its multipliers go on."""
-        if self.apart and not self._inside_converged:
-            healthy = self._compare_notes(step, losses_required=False)["healthy"] > 0
+        if not self.active or self._inside_converged:
+            return
+        healthy = self._compare_notes(step, losses_required=False)["healthy"] > 0
+        if self.gradient is not None:
+            self.gradient.collect(self.replicas.group, self.replicas.device)
+        if self.apart:
             if not healthy.any():
                 raise RuntimeError(f"no replica's weights are finite at step {step}; there is nothing to average")
             self._average(step, healthy)
@@ -268,9 +275,10 @@ class RoundLoop:
     def converged(self, step: int) -> Iterator[None]:
         """The mean weights for the length of a block; then this replica's own again. Needs a second copy of them."""
         if not self.apart or self._inside_converged:
+            self.converge(step)  # weights are equal already; what the round has shown so far is shared for saving
             yield
             return
-        tensors = [memory_view(t) for t in self._tensors()]
+        tensors = self._tensors()
         own = [t.clone() for t in tensors]
         before = self._converged_step, self._left_at_mean, self._trainable
         self.converge(step)
@@ -293,7 +301,8 @@ class RoundLoop:
             "totals": total,
             "weights": weight,
             "healthy": float(is_healthy(tensors)),
-            "shapes": float(shape_digest(tensors)),
+            # Of whole parameters: the shards of one need not be of equal size.
+            "shapes": float(shape_digest(self._averaged())),
             "digests": float(self._digest()),
         }
         table = dict(zip(facts, self.replicas.gather(list(facts.values()), step=step).T, strict=True))
@@ -332,13 +341,20 @@ class RoundLoop:
         self._trainable = self._requiring_grad()
         return float(distances[healthy].max())
 
-    def _tensors(self) -> list[Tensor]:
-        """This rank's part of all that is averaged: what trains or has trained in this round, and the buffers."""
+    def _averaged(self) -> list[Tensor]:
+        """All that is averaged: what trains or has trained in this round, and the buffers."""
         parameters = [
             p for p in trained_parameters(self.optimizer, self.model) if p.requires_grad or id(p) in self._trainable
         ]
         buffers = {id(b): b for b in self.model.buffers()} if self.model is not None else {}
-        return [local_tensor(t) for t in (*parameters, *buffers.values())]
+        return [*parameters, *buffers.values()]
+
+    def _tensors(self) -> list[Tensor]:
+        """This rank's part of it, every element of memory once."""
+        return [memory_view(local_tensor(t)) for t in self._averaged()]
+
+    def _by_id(self) -> dict[int, Tensor]:
+        return {id(t): memory_view(local_tensor(t)) for t in self._averaged()}
 
     def _requiring_grad(self) -> set[int]:
         # A parameter frozen in mid-round still has to be averaged at its end; one frozen all along must not be
@@ -362,6 +378,8 @@ class RoundLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types, and the anchor's tensors; the same on every replica."""
+        if self.replicas.count == 1:
+            self.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
         shared = self._shared_signal
         return {
             **self.steering.state_dict(),
@@ -369,21 +387,25 @@ class RoundLoop:
             "left_at_mean": self._left_at_mean and not self._inside_converged,
             "guard": pack_guard(self.guard_state),
             "num_rollbacks": self.num_rollbacks,
-            "num_samples": self.gradient.num_calls if self.gradient is not None else 0,
+            "num_ranks": self.replicas.count,
+            "num_calls": self.gradient.num_calls if self.gradient is not None else 0,
+            "samples": self.gradient.samples.tolist() if self.gradient is not None else [],
             "anchor": [copy.clone() for copy in self.anchor.copies] if self.anchor is not None else [],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from ``state``; on another number of replicas with a new spread around the same base values."""
-        num_replicas, signal = state["num_replicas"], state["signal"]
+        num_ranks, signal = state["num_ranks"], state["signal"]
         mine, shared = (0.0, 0.0), None
-        if signal is not None and num_replicas == self.replicas.count:
+        if signal is not None and num_ranks == self.replicas.count:
             shared = np.array([signal["totals"], signal["weights"]], dtype=np.float64)
-            if shared.shape != (2, num_replicas):
-                raise ValueError(f"signal must hold one entry for each of {num_replicas} replicas, but got {signal!r}")
+            if shared.shape != (2, num_ranks):
+                raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {signal!r}")
             mine = (float(shared[0, self.replicas.index]), float(shared[1, self.replicas.index]))
         guard_state = unpack_guard(state["guard"])
-        num_rollbacks, num_samples = int(state["num_rollbacks"]), int(state["num_samples"])
+        num_rollbacks, num_calls = int(state["num_rollbacks"]), int(state["num_calls"])
+        num_knobs = len(self.steering.scales)
+        samples = np.array(state["samples"], dtype=np.float64).reshape(-1, num_knobs)
         anchor = state["anchor"]
         shapes = [local_tensor(p).shape for p in self._anchored()]
         if anchor and [a.shape for a in anchor] != shapes:
@@ -396,9 +418,10 @@ class RoundLoop:
         self.guard_state, self.num_rollbacks = guard_state, num_rollbacks
         if self.gradient is not None:
             self.gradient.forget()
-            self.gradient.num_calls = num_samples
+            self.gradient.num_calls, self.gradient.samples = num_calls, samples
         if self.rollback is not None:
             self.rollback.forget()
+            self._loaded_centre = {key: t.clone() for key, t in self._by_id().items()} if self.apart else None
         if self.anchor is not None:
             self.anchor.copies = []
             if anchor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+Tensors = Mapping[int, Tensor] | Sequence[Tensor]
 
 
 class Snapshot:
@@ -33,14 +36,16 @@ class Snapshot:
         self._last = self._proven = None
 
     @torch.no_grad()
-    def take(self, tensors: Sequence[Tensor], optimizer: Optimizer) -> None:
-        """Copy the present; what was the last copy before is proven now, and the oldest is overwritten."""
+    def take(self, tensors: Tensors, optimizer: Optimizer) -> None:
+        """Copy the present; what was the last copy before is proven now, and the oldest is overwritten.
+
+        Args:
+            tensors: by a key each, or in an order, by which :meth:`restore` finds them again.
+            optimizer: its state is copied too.
+        """
         reused, self._proven = self._proven, self._last or self._proven
-        old = _Copy([], {}) if reused is None or reused is self._proven else reused
-        if [t.shape for t in old.tensors] != [t.shape for t in tensors]:
-            kept = [self._copy(t) for t in tensors]
-        else:
-            kept = [k.copy_(t, non_blocking=True) for k, t in zip(old.tensors, tensors, strict=True)]
+        old = _Copy({}, {}) if reused is None or reused is self._proven else reused
+        kept = {key: self._kept(old.tensors.get(key), t) for key, t in _by_key(tensors).items()}
         state: dict[int, dict[str, Any]] = {}
         for index, p in enumerate(_parameters(optimizer)):
             before = old.state.get(index, {})
@@ -49,14 +54,15 @@ class Snapshot:
         self._last = _Copy(kept, state)
 
     @torch.no_grad()
-    def restore(self, tensors: Sequence[Tensor], optimizer: Optimizer) -> None:
-        """Bring back the proven copy; the last one is dropped."""
+    def restore(self, tensors: Tensors, optimizer: Optimizer) -> None:
+        """Bring back the proven copy; the last one is dropped. What was not copied then stays as it is."""
         source = self._proven or self._last
         if source is None:
             raise RuntimeError("there is nothing to go back to: no copy has been taken yet")
         self._proven, self._last = source, None
-        for kept, t in zip(source.tensors, tensors, strict=True):
-            t.copy_(kept)
+        for key, t in _by_key(tensors).items():
+            if key in source.tensors:
+                t.copy_(source.tensors[key])
         for index, p in enumerate(_parameters(optimizer)):
             kept_state = source.state.get(index, {})
             live = optimizer.state[p]
@@ -67,13 +73,13 @@ class Snapshot:
                 if isinstance(value, Tensor) and isinstance(live.get(name), Tensor):
                     live[name].copy_(value)  # in place: compiled and captured steps hold on to these tensors
                 else:
-                    live[name] = value.clone() if isinstance(value, Tensor) else value
+                    live[name] = copy.deepcopy(value)
             if not live:
                 del optimizer.state[p]
 
     def _kept(self, old: Any, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return value
+            return copy.deepcopy(value)
         if isinstance(old, Tensor) and old.shape == value.shape and old.dtype == value.dtype:
             return old.copy_(value, non_blocking=True)
         return self._copy(value)
@@ -83,8 +89,12 @@ class Snapshot:
 
 
 class _Copy(NamedTuple):
-    tensors: list[Tensor]
+    tensors: dict[int, Tensor]
     state: dict[int, dict[str, Any]]
+
+
+def _by_key(tensors: Tensors) -> Mapping[int, Tensor]:
+    return tensors if isinstance(tensors, Mapping) else dict(enumerate(tensors))
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

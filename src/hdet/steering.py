@@ -78,8 +78,8 @@ class Steering:
         )
         self.scales = np.clip(self.scales * decision.factors, *self.scale_bounds)
         self.fallen = np.maximum(self.fallen - np.log(decision.factors), 0.0)
-        if decision.openness is not None:
-            self.openness = decision.openness
+        # A controller without an opinion on the warm-up lets it through.
+        self.openness = np.ones_like(self.scales) if decision.openness is None else decision.openness
         return dict(decision.info)
 
     def rise(self, log_ratios: FloatArray) -> None:

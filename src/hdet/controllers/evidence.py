@@ -83,9 +83,8 @@ class EvidenceController:
         with np.errstate(divide="ignore", invalid="ignore"):
             z = np.nan_to_num((new.slope / weight) / standard_error, nan=0.0, posinf=1e6, neginf=-1e6)
         # A round that shows nothing moves nothing, optimism or not.
-        known = new.weight > 0
         limit = self.up + (self.sprint - self.up) * np.clip((-z - 10) / 50, 0.0, 1.0)
-        move = np.where(known, np.clip(-self.gain * (z - self.optimism) / 2, -self.down, limit), 0.0)
+        move = np.where(seen, np.clip(-self.gain * (z - self.optimism) / 2, -self.down, limit), 0.0)
         # What the schedule's own rise has added in this round counts towards the limit.
         if evidence.risen is not None:
             move = np.minimum(move, np.maximum(limit - evidence.risen, 0.0))

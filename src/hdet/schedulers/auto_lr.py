@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Mapping
@@ -154,10 +155,12 @@ class AutoLR(RoundFace, LRScheduler):
         self.schedule = schedule
         self.optimizer = optimizer
         self.total_steps = total_steps
-        self.last_epoch = schedule.last_epoch
-        self.base_lrs = [float(lr) for lr in schedule.base_lrs]
+        parts = _parts(schedule)
+        self.last_epoch = getattr(schedule, "last_epoch", parts[-1].last_epoch)
+        self.base_lrs = [float(lr) for lr in parts[0].base_lrs]
         # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
-        schedule.base_lrs = list(self.base_lrs)
+        for part in parts:
+            part.base_lrs = [float(lr) for lr in part.base_lrs]
         self._schedule_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         kind: Literal["loss", "gradient"] = "loss" if uses_loss else "gradient"
         loop = make_loop(
@@ -196,9 +199,11 @@ class AutoLR(RoundFace, LRScheduler):
                 before the round ends. Optional with the gradient signal, or where :meth:`observe` is used.
         """
         loop = self._rounds
+        step = self.last_epoch + 1
+        if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
+            self.schedule.step()  # raises, before anything has changed
         if loss is not None:
             loop.observe(loss)
-        step = self.last_epoch + 1
         loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
         self._advance_schedule()
         self.last_epoch = step
@@ -258,17 +263,20 @@ class AutoLR(RoundFace, LRScheduler):
         that cannot be used raises ValueError and changes nothing.
         """
         check_version(state_dict)
+        before = copy.deepcopy(self.schedule.state_dict())
         try:
             last_epoch = int(state_dict["last_epoch"])
             lrs = [float(lr) for lr in state_dict["schedule_lrs"]]
             if len(lrs) != len(self.optimizer.param_groups):
                 groups = len(self.optimizer.param_groups)
                 raise ValueError(f"the optimizer has {groups} param groups, but got a state with {len(lrs)}")
-            schedule = dict(state_dict["schedule"])
+            if not all(0 <= lr < math.inf for lr in lrs):
+                raise ValueError(f"schedule_lrs must be finite numbers >= 0, but got {lrs!r}")
+            self.schedule.load_state_dict(dict(state_dict["schedule"]))
             self._rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            self.schedule.load_state_dict(before)
             raise ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {error}") from error
-        self.schedule.load_state_dict(schedule)
         self.last_epoch, self._schedule_lrs = last_epoch, lrs
         self._refresh()
 
@@ -285,6 +293,12 @@ def _check_schedule(schedule: Any) -> None:
         raise TypeError(
             f"schedule must not be a scheduler of hdet, but got {type(schedule).__name__}; wrap a plain one"
         )
+
+
+def _parts(schedule: LRScheduler) -> list[LRScheduler]:
+    """The schedules that compute learning rates: SequentialLR and ChainedScheduler only pass them on."""
+    inner = getattr(schedule, "_schedulers", None)
+    return [schedule] if inner is None else [part for s in inner for part in _parts(s)]
 
 
 def _length(schedule: LRScheduler) -> int | None:

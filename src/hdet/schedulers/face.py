@@ -189,10 +189,10 @@ def make_loop(
         spread=spread if apart else 0.0,
         controller=controller,
         scale_bounds=scale_bounds,
-        gated=gated,
+        gated=gated and (apart or gradient is not None),
         seed=seed,
         round_index=step // interval,
-        first_scale=first_scale,
+        first_scale=first_scale if apart or gradient is not None else 1.0,
     )
     return RoundLoop(
         optimizer,
