@@ -4,8 +4,8 @@
     python benchmarks/step_cost.py --layers 2 --width 64 --context 64 --device cpu
 
 Variants take turns within one process, so that their ratio does not depend on a moment of the machine. The loss signal
-needs replicas: two processes share the device, each with its own gradient, and their converge is timed by itself against
-one raw all-reduce of the same bytes. Memory is what a variant adds.
+needs replicas: two processes share the device, each with its own gradient, and their converge is timed by itself
+against one raw all-reduce of the same bytes. Memory is what a variant adds.
 """
 
 from __future__ import annotations

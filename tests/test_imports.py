@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replicas": {"spread"},
     "converge": {"replicas"},
     "warm_start": {"replicas"},
-    "anchor": {"replicas"},
+    "anchor": {"replicas", "converge"},
     "gradient_signal": {"spread", "replicas", "anchor"},
     "rounds": {*MATHS, "replicas", "converge", "anchor", "gradient_signal", "snapshot"},
     "schedulers.face": {*MATHS, "replicas", "rounds", "anchor", "gradient_signal", "snapshot"},

@@ -460,6 +460,7 @@ def _row_24() -> dict[str, Any]:
     _train(optimizer, scheduler, 13)
     apart = not _all_same(optimizer)
     rows = _everyone(_numbers(optimizer))
+    assert scheduler._schedule_lrs is not None
     lr = scheduler._schedule_lrs[0]
     _train(optimizer, scheduler, 1)
     return {"apart": apart, "same": _all_same(optimizer), "rows": rows, "final": _numbers(optimizer), "lr": lr}

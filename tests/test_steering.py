@@ -128,13 +128,13 @@ def test_each_knobs_gate_is_gone_after_its_first_fall() -> None:
     assert_allclose(np.log(steering.scales), [-1.0, -0.5])
 
 
-def test_a_controller_without_an_opinion_leaves_the_openness_alone() -> None:
+def test_a_controller_without_an_opinion_opens_the_gate() -> None:
     controller = _Scripted([1.0, 1.0], [0.25, 0.75])
     steering = steer(controller, gated=True)
     steering.decide(np.ones(4))
     controller.openness = None
     steering.decide(np.ones(4))
-    assert steering.openness.tolist() == [0.25, 0.75]
+    assert steering.openness.tolist() == [1.0, 1.0]
 
 
 # -- the state ------------------------------------------------------------------------------------------------------
