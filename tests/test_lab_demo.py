@@ -11,7 +11,8 @@ def test_demo_runs_and_prints_its_tables(capsys: pytest.CaptureFixture[str]) -> 
     demo.main(["--replicas", "2", "--steps", "24"])
     out = capsys.readouterr().out
     assert "2 replicas train a GPT" in out
-    assert "HDET step 24/24 loss" in out
+    assert "HDET, the paper's step 24/24 loss" in out
+    assert "AutoLR, 1/30 step 24/24 loss" in out
     assert "OneCycleLR step 24/24 loss" in out
     assert "Rounds; losses and LRs of each replica" in out
     assert "Validation loss, converged" in out

@@ -79,7 +79,7 @@ def _cadence(auto: bool, total_steps: int, interval: int) -> dict[str, Any]:
     same, lrs, bases = [], [], []
     for step in range(1, total_steps + 1):
         lrs.append([group["lr"] for group in optimizer.param_groups])
-        bases.append(list(scheduler._schedule_lrs))
+        bases.append(list(scheduler._schedule_lrs or []))
         _train_step(optimizer, step)
         scheduler.step(1.0 + 0.1 * rank + 0.01 * step)
         if _all_same(parameters):

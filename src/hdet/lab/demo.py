@@ -1,7 +1,7 @@
 """Four replicas on this machine train a small GPT on the source of Python's standard library.
 
-``python -m hdet.lab.demo``. First with HDET, replicas at different learning rates and auto-LR on, then with torch's
-OneCycleLR at the same learning rate; under two minutes on two cores.
+``python -m hdet.lab.demo``. From a good learning rate: torch's OneCycleLR, and the paper's HDET, whose replicas
+disagree about it on purpose. From one 30 times too low: OneCycleLR again, and AutoLR. Two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import OneCycleAutoLR, RoundRecord
+from hdet import AutoLR, OneCycleAutoLR, RoundRecord
 from hdet.lab.tasks import stdlib_gpt
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-HDET, PLAIN = "HDET", "OneCycleLR"
+TOO_LOW = 30
+PLAIN, HDET = "OneCycleLR", "HDET, the paper's"
+PLAIN_LOW, AUTO_LOW = f"OneCycleLR, 1/{TOO_LOW}", f"AutoLR, 1/{TOO_LOW}"
+RUNS = (PLAIN, HDET, PLAIN_LOW, AUTO_LOW)
 SIZES: dict[str, Any] = {"context": 64, "num_layers": 2, "width": 64, "num_heads": 4, "num_validation": 256}
 
 
@@ -59,19 +63,25 @@ def train(settings: Settings, name: str, progress: Connection) -> Result:
     task = stdlib_gpt(max_bytes=1_000_000, batch_rows=settings.batch_rows, **SIZES)
     model = task.build()
     ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(param_groups(task, model), lr=settings.max_lr, betas=(0.9, 0.95))
-    # With spread 0 this is torch's OneCycleLR.
-    scheduler = OneCycleAutoLR(
-        optimizer,
-        max_lr=settings.max_lr,
-        total_steps=settings.steps,
-        cycle_momentum=False,
-        ensemble_lr_spread_ratio=settings.spread if name == HDET else 0.0,
-        model_sync_interval=settings.interval,
-        enable_auto_lr=name == HDET,
-        auto_lr_warmup_steps=settings.steps // 10,
-        loss_scale=0.02,
-    )
+    max_lr = settings.max_lr if name in (PLAIN, HDET) else settings.max_lr / TOO_LOW
+    optimizer = torch.optim.Adam(param_groups(task, model), lr=max_lr, betas=(0.9, 0.95))
+    scheduler: AutoLR | OneCycleAutoLR
+    if name == AUTO_LOW:
+        plain = OneCycleLR(optimizer, max_lr, settings.steps, cycle_momentum=False)
+        scheduler = AutoLR(plain, interval=max(1, settings.interval // 4))
+    else:
+        # With spread 0 this is torch's OneCycleLR.
+        scheduler = OneCycleAutoLR(
+            optimizer,
+            max_lr=max_lr,
+            total_steps=settings.steps,
+            cycle_momentum=False,
+            ensemble_lr_spread_ratio=settings.spread if name == HDET else 0.0,
+            model_sync_interval=settings.interval,
+            enable_auto_lr=name == HDET,
+            auto_lr_warmup_steps=settings.steps // 10,
+            loss_scale=0.02,
+        )
     started = time.perf_counter()
     for step in range(settings.steps):
         loss = task.loss(ddp, task.batch(step, replica=rank, num_replicas=num_replicas))
@@ -85,9 +95,9 @@ def train(settings: Settings, name: str, progress: Connection) -> Result:
     return Result(task.evaluate(model)["loss"], seconds, scheduler.history)
 
 
-def both(settings: Settings, progress: Connection) -> dict[str, Result]:
-    """The two runs, one after the other, on each replica."""
-    return {name: train(settings, name, progress) for name in (HDET, PLAIN)}
+def all_runs(settings: Settings, progress: Connection) -> dict[str, Result]:
+    """The runs, one after the other, on each replica."""
+    return {name: train(settings, name, progress) for name in RUNS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -112,6 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = _run(console, settings, options.replicas)
     console.print(_round_table(results[HDET].history))
     console.print(_result_table(results))
+    scales = [f"{record.scales[0]:.2g}" for record in results[AUTO_LOW].history]
+    console.print(f"What AutoLR multiplied its schedule by, round by round: {' '.join(scales)}")
+    console.print("Next: the diff of a training loop in README.md, and benchmarks/README.md for measurements.")
 
 
 def _run(console: Console, settings: Settings, num_replicas: int) -> dict[str, Result]:
@@ -120,7 +133,7 @@ def _run(console: Console, settings: Settings, num_replicas: int) -> dict[str, R
     watcher = threading.Thread(target=_watch, args=(console, receive, settings), daemon=True)
     watcher.start()
     try:
-        results = launch(both, num_replicas, settings, send, timeout_s=600.0)
+        results = launch(all_runs, num_replicas, settings, send, timeout_s=600.0)
     finally:
         send.close()
         watcher.join(timeout=10.0)
@@ -131,9 +144,9 @@ def _run(console: Console, settings: Settings, num_replicas: int) -> dict[str, R
 def _watch(console: Console, receive: Connection, settings: Settings) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = [TextColumn("{task.description:10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    columns = [TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console, disable=not console.is_terminal) as bar:
-        rows = {name: bar.add_task(name, total=settings.steps, start=False, loss="") for name in (HDET, PLAIN)}
+        rows = {name: bar.add_task(name, total=settings.steps, start=False, loss="") for name in RUNS}
         while True:
             try:
                 name, step, loss = receive.recv()
@@ -168,8 +181,8 @@ def _result_table(results: dict[str, Result]) -> Table:
     from rich.table import Table
 
     table = Table(title="Validation loss, converged")
-    for column in ("run", "loss", "seconds"):
-        table.add_column(column, justify="left" if column == "run" else "right")
+    for column in ("run, by peak learning rate", "loss", "seconds"):
+        table.add_column(column, justify="left" if column.startswith("run") else "right")
     for name, result in results.items():
         table.add_row(name, f"{result.loss:.4f}", f"{result.seconds:.1f}")
     return table
