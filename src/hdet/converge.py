@@ -72,15 +72,20 @@ def mean_(
             torch.div(total, num_healthy, out=piece)
         spare[bucket.buffer.device].append(bucket.buffer)
 
-    for pieces in _buckets([memory_view(t) for t in tensors if t.numel()]):
+    views_of_all = [memory_view(t) for t in tensors if t.numel()]
+    # One size for all buckets of a device, so that each can serve any of them.
+    num_bytes = sum(t.numel() * _kind(t)[1].itemsize for t in views_of_all)
+    for pieces in _buckets(views_of_all):
         if len(in_flight) == 2:
             finish(in_flight.pop(0))
         device, dtype = _kind(pieces[0])
         size = sum(piece.numel() for piece in pieces)
         free = spare.setdefault(device, [])
-        buffer = free.pop() if free else torch.empty(0, dtype=torch.uint8)
-        if buffer.nbytes < size * dtype.itemsize:
-            buffer = torch.empty(size * dtype.itemsize, dtype=torch.uint8, device=device)
+        if free and free[-1].nbytes < size * dtype.itemsize:
+            free.clear()  # kept from a smaller model
+        if not free:
+            free.append(torch.empty(min(BUCKET_BYTES, num_bytes), dtype=torch.uint8, device=device))
+        buffer = free.pop()
         flat = buffer[: size * dtype.itemsize].view(dtype)
         views = [v.view(p.shape) for v, p in zip(torch.split(flat, [p.numel() for p in pieces]), pieces, strict=True)]
         is_integer = dtype == torch.int64

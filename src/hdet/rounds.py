@@ -18,34 +18,32 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
-from hdet.converge import Buffers, is_healthy, mean_, memory_view
+from hdet.converge import mean_
 from hdet.gradient_signal import GradientSignal
-from hdet.guard import Guard, GuardState, pack_guard, unpack_guard
+from hdet.guard import GuardState, pack_guard, unpack_guard
 from hdet.history import RoundRecord
-from hdet.replicas import Replicas, local_tensor, shape_digest, trained_parameters
+from hdet.meeting import Note, compare_notes
+from hdet.replicas import Replicas, local_tensor
+from hdet.rollback import CUT, Rollback
 from hdet.signal import Loss, LossMeter
-from hdet.snapshot import Snapshot
 from hdet.spread import FloatArray
 from hdet.steering import Steering
-
-BoolArray = NDArray[np.bool_]
+from hdet.weights import BoolArray, Weights
 
 HISTORY_ROUNDS = 1000
-ROLLBACK_CUT = 0.5
+NO_ROLLBACK = {"guard": pack_guard(GuardState()), "num_rollbacks": 0}
 
 
 class RoundLoop:
     """Fan-out, signal, controller and converge for the param groups of one optimizer.
 
     Args:
-        optimizer: its parameters are averaged.
-        model: its other trainable parameters and its buffers are averaged too.
+        optimizer: whose learning rates are steered.
+        weights: what is averaged.
         replicas: who takes part.
         steering: multipliers, scales and controller.
         knob_of_group: which of the steering's knobs each param group belongs to.
@@ -54,15 +52,14 @@ class RoundLoop:
         anchor: where effects are measured from; None for the last converge.
         anchor_rounds: renew the anchor every so many rounds; None for never.
         gradient: the first-order signal; None for the loss signal.
-        rollback: where to go back to when a round breaks; None for nowhere.
-        max_rollbacks: how often, before it is an error.
+        rollback: what undoes broken rounds; None for nothing.
         step: optimizer steps already taken.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        model: nn.Module | None,
+        weights: Weights,
         replicas: Replicas,
         steering: Steering,
         *,
@@ -72,12 +69,11 @@ class RoundLoop:
         anchor: Anchor | None = None,
         anchor_rounds: int | None = None,
         gradient: GradientSignal | None = None,
-        rollback: Snapshot | None = None,
-        max_rollbacks: int = 20,
+        rollback: Rollback | None = None,
         step: int = 0,
     ) -> None:
         self.optimizer = optimizer
-        self.model = model
+        self.weights = weights
         self.replicas = replicas
         self.steering = steering
         self.knob_of_group = knob_of_group
@@ -87,21 +83,16 @@ class RoundLoop:
         self.anchor_rounds = anchor_rounds
         self.gradient = gradient
         self.rollback = rollback
-        self.max_rollbacks = max_rollbacks
         self.apart = steering.spread > 0 and replicas.count > 1
         self.active = self.apart or gradient is not None
 
         self.meter = LossMeter()
-        self.guard, self.guard_state, self.num_rollbacks = Guard(), GuardState(), 0
         self._anchor_shared = not self.apart
         self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self._converged_step = step
         self._shared_signal: FloatArray | None = None
         self._inside_converged = False
-        self._buffers: Buffers = {}
         self._left_at_mean = False
-        self._loaded_centre: dict[int, Tensor] | None = None
-        self._trainable = self._requiring_grad()
         self._update_factors()
 
     def _update_factors(self) -> None:
@@ -115,10 +106,9 @@ class RoundLoop:
     def before_optimizer_step(self) -> None:
         """Set the anchor in the first step, when the weights are what training starts from; sample the gradient."""
         if self.anchor is not None and not self.anchor.copies:
-            self.anchor.renew(self._anchored())
-        if self.rollback is not None and not self.rollback.taken:
-            self.rollback.take(self._loaded_centre or self._by_id(), self.optimizer)
-            self._loaded_centre = None
+            self.anchor.renew(self.weights.anchored())
+        if self.rollback is not None:
+            self.rollback.before_first_step(self.weights, self.optimizer)
         if self.gradient is not None:
             self.gradient.sample(self.optimizer)
 
@@ -162,7 +152,7 @@ class RoundLoop:
         before, multipliers = steering.scales, steering.multipliers
         info: dict[str, Any] = {}
         distance = 0.0
-        if self._went_wrong(step, losses, healthy, losses_given=bool(table["weights"].any())):
+        if self._is_broken(step, losses, healthy, losses_given=bool(table["weights"].any())):
             self._go_back(step)
         else:
             if self.apart:
@@ -170,9 +160,10 @@ class RoundLoop:
             if acting:
                 info = steering.decide(losses, slopes)
                 if self.anchor is not None and steering.wants_new_anchor():
-                    self.anchor.renew(self._anchored())
+                    self.anchor.renew(self.weights.anchored())
                     self._anchor_shared = True
-            self._keep_centre()
+            if self.rollback is not None:
+                self.rollback.keep(self.weights.local(), self.optimizer)
         steering.next_round()
         if not last:
             self._renew_anchor()
@@ -192,7 +183,7 @@ class RoundLoop:
                 scales=tuple(steering.scales.tolist()),
                 control=info,
                 unhealthy=tuple(np.flatnonzero(~healthy).tolist()),
-                num_rollbacks=self.num_rollbacks,
+                num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
                 distance=distance,
                 converge_s=time.perf_counter() - started,
             )
@@ -200,46 +191,33 @@ class RoundLoop:
         self.meter.reset()
         self._shared_signal = None
 
-    def _went_wrong(self, step: int, losses: FloatArray, healthy: BoolArray, *, losses_given: bool) -> bool:
+    def _is_broken(self, step: int, losses: FloatArray, healthy: BoolArray, *, losses_given: bool) -> bool:
         """Whether this round has to be undone. Raises where it would have to be and cannot."""
         if self.rollback is None:
-            if not healthy.any():
-                raise RuntimeError(
-                    f"the weights of all {self.replicas.count} replicas are not finite at the converge of step {step}; "
-                    "there is nothing to average: resume from a checkpoint with a lower learning rate"
-                )
+            self._require_any(healthy, step)
             return False
-        finite = losses[np.isfinite(losses)]
-        if not healthy.any() or not (self.apart or healthy.all()):
-            fine = False  # replicas that are never averaged would keep, and remember, what is broken
-        elif not losses_given:
-            fine = True  # only the weights can tell
-        else:
-            loss = float(finite.mean()) if len(finite) else math.nan
-            self.guard_state, fine = self.guard.update(self.guard_state, loss)
-        if not fine and self.num_rollbacks == self.max_rollbacks:
+        # Replicas that are never averaged would keep, and remember, what is broken on one of them.
+        weights_fine = bool(healthy.any() if self.apart else healthy.all())
+        return self.rollback.is_broken(losses, weights_fine=weights_fine, losses_given=losses_given, step=step)
+
+    def _require_any(self, healthy: BoolArray, step: int) -> None:
+        if not healthy.any():
             raise RuntimeError(
-                f"training broke again at step {step} after {self.max_rollbacks} rollbacks, the last to a scale of "
-                f"{self.steering.scales.tolist()}; lower the learning rate, look for bad data, or raise max_rollbacks"
+                f"the weights of all {self.replicas.count} replicas are not finite at the converge of step {step}; "
+                "there is nothing to average: resume from a checkpoint with a lower learning rate"
             )
-        return not fine
 
     def _go_back(self, step: int) -> None:
         assert self.rollback is not None
+        self.rollback.go_back(self.weights.local(), self.optimizer)
+        self.steering.cut(CUT)
         self._converged_step = step
-        self.rollback.restore(self._by_id(), self.optimizer)
-        self.steering.cut(ROLLBACK_CUT)
-        self.num_rollbacks += 1
-
-    def _keep_centre(self) -> None:
-        if self.rollback is not None:
-            self.rollback.take(self._by_id(), self.optimizer)
 
     def _renew_anchor(self) -> None:
         if self.anchor is None:
             return
         if self.anchor_rounds is not None and self.steering.round_index % self.anchor_rounds == 0:
-            self.anchor.renew(self._anchored())
+            self.anchor.renew(self.weights.anchored())
             self._anchor_shared = True
         elif not self._anchor_shared:
             # Replicas may have started apart (a warm noisy start): the line needs one anchor for all.
@@ -251,10 +229,7 @@ class RoundLoop:
         if self.anchor is not None and self.apart:
             mine = self.steering.multipliers[:, self.replicas.index].tolist()
             groups = zip(self.optimizer.param_groups, self.knob_of_group, strict=True)
-            self.anchor.place_(self._anchored(), [mine[knob] for group, knob in groups for _ in group["params"]])
-
-    def _anchored(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+            self.anchor.place_(self.weights.anchored(), [mine[knob] for group, knob in groups for _ in group["params"]])
 
     # -- converge -----------------------------------------------------------------------------------------------
 
@@ -266,8 +241,7 @@ class RoundLoop:
         if self.gradient is not None:
             self.gradient.collect(self.replicas.group, self.replicas.device)
         if self.apart:
-            if not healthy.any():
-                raise RuntimeError(f"no replica's weights are finite at step {step}; there is nothing to average")
+            self._require_any(healthy, step)
             self._average(step, healthy)
             self._left_at_mean = True
 
@@ -278,88 +252,26 @@ class RoundLoop:
             self.converge(step)  # weights are equal already; what the round has shown so far is shared for saving
             yield
             return
-        tensors = self._tensors()
-        own = [t.clone() for t in tensors]
-        before = self._converged_step, self._left_at_mean, self._trainable
-        self.converge(step)
-        self._inside_converged = True
-        try:
-            yield
-        finally:
-            self._inside_converged = False
-            self._converged_step, self._left_at_mean, self._trainable = before
-            with torch.no_grad():
-                for tensor, value in zip(tensors, own, strict=True):
-                    tensor.copy_(value)
+        before = self._converged_step, self._left_at_mean
+        with self.weights.set_aside():
+            self.converge(step)
+            self._inside_converged = True
+            try:
+                yield
+            finally:
+                self._inside_converged = False
+                self._converged_step, self._left_at_mean = before
 
     def _compare_notes(self, step: int, *, losses_required: bool) -> dict[str, FloatArray]:
-        """What every replica has to say, one array a fact; an error on all of them where they cannot go on together."""
-        tensors = self._tensors()
         total, weight = self.meter.drain()
-        facts = {
-            "steps": float(step),
-            "totals": total,
-            "weights": weight,
-            "healthy": float(is_healthy(tensors)),
-            # Of whole parameters: the shards of one need not be of equal size.
-            "shapes": float(shape_digest(self._averaged())),
-            "digests": float(self._digest()),
-        }
-        table = dict(zip(facts, self.replicas.gather(list(facts.values()), step=step).T, strict=True))
-        if len(set(table["steps"])) > 1:
-            listing = ", ".join(f"replica {r}: {int(s)}" for r, s in enumerate(table["steps"]))
-            raise RuntimeError(
-                f"replicas must take the same number of steps between converges, but got {listing}; "
-                "check for uneven data or steps skipped on some ranks. No weights were averaged"
-            )
-        if len(set(table["shapes"])) > 1:
-            raise RuntimeError(
-                f"replicas must hold the same parameters, but their shapes differ at step {step} (digest by replica: "
-                f"{[int(s) for s in table['shapes']]}); add param groups and freeze parameters on all ranks alike"
-            )
-        if len(set(table["digests"])) > 1:
-            raise RuntimeError(
-                f"replicas must continue from the same scheduler state, but at step {step} theirs differ (digest by "
-                f"replica: {[int(d) for d in table['digests']]}); load the same state_dict on every rank"
-            )
-        if losses_required and not table["weights"].all():
-            raise RuntimeError(
-                f"auto-LR needs a loss from every replica in every round, but replicas "
-                f"{np.flatnonzero(table['weights'] == 0).tolist()} gave none up to step {step}; "
-                "call step(loss), or observe(loss) before a bare step()"
-            )
+        note = Note(step, total, weight, self.weights.is_healthy(), self.weights.digest(), self._digest())
+        table = compare_notes(self.replicas, note, losses_required=losses_required)
         self._shared_signal = np.stack([table["totals"], table["weights"]])
-        with np.errstate(invalid="ignore", divide="ignore"):
-            table["losses"] = table["totals"] / table["weights"]
         return table
 
     def _average(self, step: int, healthy: BoolArray) -> float:
-        """Eq. 3. Returns the largest distance of a healthy replica from the mean."""
-        distance = mean_(self._tensors(), self.replicas, healthy.tolist(), self._buffers).item()
-        distances = self.replicas.gather([distance], step=step)[:, 0]
         self._converged_step = step
-        self._trainable = self._requiring_grad()
-        return float(distances[healthy].max())
-
-    def _averaged(self) -> list[Tensor]:
-        """All that is averaged: what trains or has trained in this round, and the buffers."""
-        parameters = [
-            p for p in trained_parameters(self.optimizer, self.model) if p.requires_grad or id(p) in self._trainable
-        ]
-        buffers = {id(b): b for b in self.model.buffers()} if self.model is not None else {}
-        return [*parameters, *buffers.values()]
-
-    def _tensors(self) -> list[Tensor]:
-        """This rank's part of it, every element of memory once."""
-        return [memory_view(local_tensor(t)) for t in self._averaged()]
-
-    def _by_id(self) -> dict[int, Tensor]:
-        return {id(t): memory_view(local_tensor(t)) for t in self._averaged()}
-
-    def _requiring_grad(self) -> set[int]:
-        # A parameter frozen in mid-round still has to be averaged at its end; one frozen all along must not be
-        # touched, since a mean of equal numbers can differ from them in the last bit.
-        return {id(p) for p in trained_parameters(self.optimizer, self.model) if p.requires_grad}
+        return self.weights.average(healthy, step=step)
 
     def _digest(self) -> int:
         numbers = [self.steering.seed, self.steering.round_index, *self.steering.scales.tolist()]
@@ -385,8 +297,7 @@ class RoundLoop:
             **self.steering.state_dict(),
             "signal": None if shared is None else {"totals": shared[0].tolist(), "weights": shared[1].tolist()},
             "left_at_mean": self._left_at_mean and not self._inside_converged,
-            "guard": pack_guard(self.guard_state),
-            "num_rollbacks": self.num_rollbacks,
+            **(self.rollback.state_dict() if self.rollback is not None else NO_ROLLBACK),
             "num_ranks": self.replicas.count,
             "num_calls": self.gradient.num_calls if self.gradient is not None else 0,
             "samples": self.gradient.samples.tolist() if self.gradient is not None else [],
@@ -402,12 +313,12 @@ class RoundLoop:
             if shared.shape != (2, num_ranks):
                 raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {signal!r}")
             mine = (float(shared[0, self.replicas.index]), float(shared[1, self.replicas.index]))
-        guard_state = unpack_guard(state["guard"])
-        num_rollbacks, num_calls = int(state["num_rollbacks"]), int(state["num_calls"])
+        unpack_guard(state["guard"])
+        num_calls, _ = int(state["num_calls"]), int(state["num_rollbacks"])
         num_knobs = len(self.steering.scales)
         samples = np.array(state["samples"], dtype=np.float64).reshape(-1, num_knobs)
         anchor = state["anchor"]
-        shapes = [local_tensor(p).shape for p in self._anchored()]
+        shapes = [local_tensor(p).shape for p in self.weights.anchored()]
         if anchor and [a.shape for a in anchor] != shapes:
             raise ValueError("anchor must have the shapes of the optimizer's parameters; it is of another model")
         left_at_mean = bool(state["left_at_mean"])
@@ -415,17 +326,15 @@ class RoundLoop:
         self.meter.reset(*mine)
         self._shared_signal = shared
         self._converged_step = step
-        self.guard_state, self.num_rollbacks = guard_state, num_rollbacks
         if self.gradient is not None:
             self.gradient.forget()
             self.gradient.num_calls, self.gradient.samples = num_calls, samples
         if self.rollback is not None:
-            self.rollback.forget()
-            self._loaded_centre = {key: t.clone() for key, t in self._by_id().items()} if self.apart else None
+            self.rollback.load_state_dict(state, self.weights.local() if self.apart else None)
         if self.anchor is not None:
             self.anchor.copies = []
             if anchor:
-                self.anchor.renew(self._anchored())
+                self.anchor.renew(self.weights.anchored())
                 for copy, value in zip(self.anchor.copies, anchor, strict=True):
                     copy.copy_(value)
                 self._anchor_shared = True

@@ -23,7 +23,7 @@ from hdet.guard import Guard, GuardState
 from hdet.lab.stacked import StackedModels
 from hdet.lab.stacked_optim import SGD, Adam, StackedOptimizer
 from hdet.lab.tasks.base import Task, split_rows
-from hdet.rounds import ROLLBACK_CUT
+from hdet.rollback import CUT
 from hdet.schedulers.face import FIRST_SCALES, make_evidence_controller
 from hdet.spread import FloatArray
 from hdet.steering import Steering
@@ -170,7 +170,7 @@ class _Steered:
             self.guard_state, healthy = self.guard.update(self.guard_state, mean)
             broken = not healthy
         if broken:
-            self.steering.cut(ROLLBACK_CUT)
+            self.steering.cut(CUT)
             self.result.num_rollbacks += 1
         elif self.acting[0] < step <= self.acting[1]:
             slopes = mean_and_error(samples) if self.run.method == "gradient" else None

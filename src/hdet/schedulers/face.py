@@ -18,10 +18,12 @@ from hdet.controllers import Controller, EvidenceController
 from hdet.gradient_signal import GradientSignal, default_sample_every
 from hdet.history import RoundRecord
 from hdet.replicas import Replicas, check_parameters, shape_digest, trained_parameters
+from hdet.rollback import Rollback
 from hdet.rounds import RoundLoop
 from hdet.signal import Loss
 from hdet.snapshot import Snapshot
 from hdet.steering import Steering
+from hdet.weights import Weights
 
 STATE_VERSION = 1
 
@@ -196,7 +198,7 @@ def make_loop(
     )
     return RoundLoop(
         optimizer,
-        model,
+        Weights(optimizer, model, replicas),
         replicas,
         steering,
         knob_of_group=knob_of_group,
@@ -205,8 +207,7 @@ def make_loop(
         anchor=kept,
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         gradient=gradient,
-        rollback=Snapshot(snapshot_device) if rollback and (apart or gradient is not None) else None,
-        max_rollbacks=max_rollbacks,
+        rollback=Rollback(Snapshot(snapshot_device), max_rollbacks) if rollback and (apart or gradient) else None,
         step=step,
     )
 

@@ -1,0 +1,62 @@
+"""What replicas tell each other before they average, and why they might not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hdet.replicas import Replicas
+from hdet.spread import FloatArray
+
+
+class Note(NamedTuple):
+    """One replica's facts at the end of a round, or when asked in its middle.
+
+    Attributes:
+        step: optimizer steps it has taken.
+        total, weight: weighted sum of its losses, and the weights'.
+        healthy: whether its weights are finite.
+        shapes, state: digests of what it would average, and of where its scheduler stands.
+    """
+
+    step: int
+    total: float
+    weight: float
+    healthy: bool
+    shapes: int
+    state: int
+
+
+def compare_notes(replicas: Replicas, mine: Note, *, losses_required: bool) -> dict[str, FloatArray]:
+    """Everyone's facts, an array each; an error on all replicas where they cannot go on together.
+
+    Nothing has been changed when it raises. One small collective.
+    """
+    rows = replicas.gather([float(fact) for fact in mine], step=mine.step)
+    steps, totals, weights, healthy, shapes, states = rows.T
+    if len(set(steps)) > 1:
+        listing = ", ".join(f"replica {r}: {int(s)}" for r, s in enumerate(steps))
+        raise RuntimeError(
+            f"replicas must take the same number of steps between converges, but got {listing}; "
+            "check for uneven data or steps skipped on some ranks. No weights were averaged"
+        )
+    if len(set(shapes)) > 1:
+        raise RuntimeError(
+            f"replicas must hold the same parameters, but their shapes differ at step {mine.step} (digest by replica: "
+            f"{[int(s) for s in shapes]}); add param groups and freeze parameters on all ranks alike"
+        )
+    if len(set(states)) > 1:
+        raise RuntimeError(
+            f"replicas must continue from the same scheduler state, but at step {mine.step} theirs differ (digest by "
+            f"replica: {[int(d) for d in states]}); load the same state_dict on every rank"
+        )
+    if losses_required and not weights.all():
+        raise RuntimeError(
+            f"auto-LR needs a loss from every replica in every round, but replicas "
+            f"{np.flatnonzero(weights == 0).tolist()} gave none up to step {mine.step}; "
+            "call step(loss), or observe(loss) before a bare step()"
+        )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        losses = totals / weights
+    return {"totals": totals, "weights": weights, "healthy": healthy, "losses": losses}

@@ -1,0 +1,83 @@
+"""The weights flow: what the replicas of a model average, and how this replica's part of it is set aside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hdet.converge import Buffers, is_healthy, mean_, memory_view
+from hdet.replicas import Replicas, local_tensor, shape_digest, trained_parameters
+
+BoolArray = NDArray[np.bool_]
+
+
+class Weights:
+    """Parameters that train, and buffers.
+
+    Args:
+        optimizer: its parameters are averaged.
+        model: its other trainable parameters and its buffers are averaged too.
+        replicas: who takes part.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None, replicas: Replicas) -> None:
+        self.optimizer = optimizer
+        self.model = model
+        self.replicas = replicas
+        self._buffers: Buffers = {}
+        self._trainable = self._requiring_grad()
+
+    def anchored(self) -> list[Tensor]:
+        """What the learning rate moves: the optimizer's parameters, in its order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def averaged(self) -> list[Tensor]:
+        """What trains or has trained in this round, and the buffers."""
+        parameters = [
+            p for p in trained_parameters(self.optimizer, self.model) if p.requires_grad or id(p) in self._trainable
+        ]
+        buffers = {id(b): b for b in self.model.buffers()} if self.model is not None else {}
+        return [*parameters, *buffers.values()]
+
+    def local(self) -> dict[int, Tensor]:
+        """This rank's part of what is averaged, every element of memory once, by the identity of the whole."""
+        return {id(t): memory_view(local_tensor(t)) for t in self.averaged()}
+
+    def is_healthy(self) -> bool:
+        return is_healthy(list(self.local().values()))
+
+    def digest(self) -> int:
+        """Of whole parameters: the shards of one need not be of equal size."""
+        return shape_digest(self.averaged())
+
+    def average(self, healthy: BoolArray, *, step: int) -> float:
+        """Eq. 3. Returns the largest distance of a healthy replica from the mean."""
+        distance = mean_(self.local().values(), self.replicas, healthy.tolist(), self._buffers).item()
+        distances = self.replicas.gather([distance], step=step)[:, 0]
+        self._trainable = self._requiring_grad()
+        return float(distances[healthy].max())
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """This replica's own weights come back after the block, whatever it did to them. A second copy meanwhile."""
+        tensors = list(self.local().values())
+        own = [t.clone() for t in tensors]
+        trainable = self._trainable
+        try:
+            yield
+        finally:
+            self._trainable = trainable
+            with torch.no_grad():
+                for tensor, value in zip(tensors, own, strict=True):
+                    tensor.copy_(value)
+
+    def _requiring_grad(self) -> set[int]:
+        # A parameter frozen in mid-round still has to be averaged at its end; one frozen all along must not be
+        # touched, since a mean of equal numbers can differ from them in the last bit.
+        return {id(p) for p in trained_parameters(self.optimizer, self.model) if p.requires_grad}
