@@ -68,7 +68,7 @@ def mean_(
                 continue
             # In place, while the piece is in cache: first the displacement, for the distance, then the mean.
             piece.sub_(total, alpha=1 / num_healthy)
-            squares.append(torch.linalg.vector_norm(piece, dtype=total.dtype).square_())
+            squares.append(_square_norm(piece, total.dtype))
             torch.div(total, num_healthy, out=piece)
         spare[bucket.buffer.device].append(bucket.buffer)
 
@@ -103,6 +103,14 @@ def mean_(
     if not squares:
         return torch.zeros(())
     return torch.stack([s.double().cpu() if s.device.type == "mps" else s.double() for s in squares]).sum().sqrt()
+
+
+def _square_norm(piece: Tensor, dtype: torch.dtype) -> Tensor:
+    if piece.dtype == dtype and piece.is_contiguous():
+        flat = piece.view(-1)
+        return torch.dot(flat, flat)  # the fastest on the host
+    norm: Tensor = torch.linalg.vector_norm(piece, dtype=dtype)
+    return norm.square_()
 
 
 def memory_view(tensor: Tensor) -> Tensor:

@@ -126,6 +126,10 @@ class RoundLoop:
 
     # -- rounds -------------------------------------------------------------------------------------------------
 
+    def needs_end_step(self, step: int) -> bool:
+        """Whether :meth:`end_step` would do anything in a step that is not the last; the cheap half of it."""
+        return step % self.interval == 0 or self._inside_converged
+
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
 

@@ -205,6 +205,8 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             return lrs
         if old is not None and self._loop.gated:
             self._loop.schedule_moved(old, lrs)
+        if not self._loop.active:
+            return lrs
         return [lr * factor for lr, factor in zip(lrs, self._loop.factors, strict=True)]
 
     @property
@@ -248,9 +250,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         if loop is not None and not self._is_initial:
             if loss is not None:
                 loop.observe(loss)
-            step = self.last_epoch + 1
-            if step <= self.total_steps:  # beyond, torch raises
-                loop.end_step(step, self._schedule_lrs or [], last=step == self.total_steps)
+            step, total_steps = self.last_epoch + 1, self.total_steps
+            if step == total_steps or (step < total_steps and loop.needs_end_step(step)):  # beyond, torch raises
+                loop.end_step(step, self._schedule_lrs or [], last=step == total_steps)
         super().step()
 
     # -- state --------------------------------------------------------------------------------------------------
