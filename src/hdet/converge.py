@@ -117,6 +117,8 @@ def memory_view(tensor: Tensor) -> Tensor:
     """A view that names every element of memory once: expanded dimensions are cut to length 1."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
+    if tensor.is_contiguous():
+        return tensor
     for dim in expanded_dims(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
