@@ -1,0 +1,95 @@
+"""OneCycleAutoLR with AutoLR's controller: the same run as AutoLR around OneCycleLR."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
+
+from hdet import AutoLR, OneCycleAutoLR
+from hdet.launch import launch
+
+STEPS, INTERVAL = 60, 3
+
+
+def _train(kind: str, signal: str, spread: float, *, stop: int = STEPS) -> dict[str, Any]:
+    """LRs of every step and the final weights, of one of the two ways to say the same."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    bare = torch.nn.Linear(6, 1).double()
+    model = DistributedDataParallel(bare) if size > 1 else bare
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scheduler: AutoLR | OneCycleAutoLR
+    if kind == "auto":
+        plain = OneCycleLR(optimizer, 1e-3, STEPS, cycle_momentum=False)
+        scheduler = AutoLR(plain, signal=signal, interval=INTERVAL, spread=spread or 0.1, scale_bounds=(1e-4, 1e4))  # type: ignore[arg-type]
+    else:
+        scheduler = OneCycleAutoLR(
+            optimizer,
+            1e-3,
+            STEPS,
+            cycle_momentum=False,
+            signal=signal,  # type: ignore[arg-type]
+            ensemble_lr_spread_ratio=spread,
+            model_sync_interval=INTERVAL,
+        )
+    generator = torch.Generator().manual_seed(rank)
+    lrs, scales = [], []
+    for step in range(stop):
+        if kind == "one-cycle, resumed" and step == STEPS // 2:
+            with scheduler.converged():
+                state = scheduler.state_dict()
+            scheduler = OneCycleAutoLR(
+                optimizer,
+                1e-3,
+                STEPS,
+                cycle_momentum=False,
+                signal=signal,  # type: ignore[arg-type]
+                model_sync_interval=INTERVAL,
+            )
+            scheduler.load_state_dict(state)
+        lrs.append([float(group["lr"]) for group in optimizer.param_groups])
+        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss)
+        scales.append(scheduler.history[-1].scales[0] if scheduler.history else None)
+    return {"lrs": lrs, "scales": scales[-1], "weights": bare.weight.tolist()}
+
+
+def test_the_gradient_signal_is_that_of_auto_lr() -> None:
+    ours, theirs = _train("one-cycle", "gradient", 0.0), _train("auto", "gradient", 0.0)
+    assert ours == theirs
+    assert ours["scales"] > 4 * 0.03  # from its cold start it has climbed by the evidence
+
+
+def test_the_loss_signal_is_that_of_auto_lr() -> None:
+    ours, theirs = launch(_train, 2, "one-cycle", "loss", 0.1), launch(_train, 2, "auto", "loss", 0.1)
+    assert ours == theirs
+    assert ours[0]["weights"] == ours[1]["weights"]
+    assert ours[0]["lrs"] != ours[1]["lrs"]
+
+
+def test_a_resumed_run_continues_as_the_uninterrupted_one() -> None:
+    assert _train("one-cycle, resumed", "gradient", 0.0) == _train("one-cycle", "gradient", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"signal": "both"}, 'signal must be one of "gradient", "loss", but got signal=\'both\''),
+        ({"signal": "gradient", "ensemble_lr_spread_ratio": 0.1}, "ensemble_lr_spread_ratio must be 0 with signal"),
+        ({"signal": "loss"}, "ensemble_lr_spread_ratio must be 0 with signal"),
+        ({"signal": "gradient", "decay": "floor"}, "decay='floor' belongs to the paper's controller"),
+    ],
+)
+def test_wrong_arguments(settings: dict[str, Any], text: str) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(ValueError, match=text):
+        OneCycleAutoLR(optimizer, 0.1, 100, cycle_momentum=False, **settings)
