@@ -44,8 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollback": {"spread", "guard", "snapshot", "weights"},
     "rounds": {*MATHS, "replicas", "converge", "anchor", "gradient_signal", "meeting", "rollback", "weights"},
     "schedulers.face": {*MATHS, "replicas", "rounds", "anchor", "gradient_signal", "rollback", "snapshot", "weights"},
-    "schedulers.one_cycle": {*MATHS, "replicas", "rounds", "schedulers.face"},
-    "schedulers.auto_lr": {*MATHS, "replicas", "rounds", "schedulers.face"},
+    "schedulers.arguments": set(),
+    "schedulers.one_cycle": {*MATHS, "replicas", "rounds", "schedulers.face", "schedulers.arguments"},
+    "schedulers.auto_lr": {*MATHS, "replicas", "rounds", "schedulers.face", "schedulers.arguments"},
     "schedulers": {"schedulers.one_cycle", "schedulers.auto_lr"},
     "__init__": {"history", "schedulers", "warm_start"},
 }

@@ -22,12 +22,12 @@ from torch.optim.lr_scheduler import (
 
 from hdet.controllers import Controller
 from hdet.replicas import find_replicas
+from hdet.schedulers.arguments import check_auto_lr
 from hdet.schedulers.face import (
     FIRST_SCALES,
     HOLD_SHARE,
     STATE_VERSION,
     AnchorChoice,
-    Arguments,
     Device,
     RoundFace,
     agree,
@@ -140,7 +140,7 @@ class AutoLR(RoundFace, LRScheduler):
             "scale_bounds": scale_bounds,
             "seed": seed,
         }
-        _check_arguments(arguments)
+        check_auto_lr(arguments)
         optimizer = schedule.optimizer
         uses_loss = signal == "loss"
         replicas = find_replicas(optimizer, process_group, spread=spread if uses_loss else 0.0)
@@ -242,12 +242,7 @@ class AutoLR(RoundFace, LRScheduler):
 
         With ``signal="loss"`` replicas are apart all the time: save it, and the model, inside :meth:`converged`.
         """
-        if self._rounds.weights_apart(self.last_epoch):
-            warnings.warn(
-                f"state_dict() at step {self.last_epoch}, where replicas are apart: weights saved now are this "
-                "replica's alone. Save inside `with scheduler.converged():`, or call scheduler.converge() first",
-                stacklevel=2,
-            )
+        self._warn_if_apart()
         return {
             "version": STATE_VERSION,
             "last_epoch": self.last_epoch,
@@ -313,21 +308,3 @@ def _length(schedule: LRScheduler) -> int | None:
         last = _length(schedule._schedulers[-1])
         return None if last is None else schedule._milestones[-1] + last
     return None
-
-
-def _check_arguments(a: Mapping[str, Any]) -> None:
-    check = Arguments(a)
-    check.one_of("signal", "auto", "gradient", "loss")
-    check.require("interval", "an integer >= 1", check.whole("interval") >= 1)
-    check.require("total_steps", "an integer >= 1", a["total_steps"] is None or check.whole("total_steps") >= 1)
-    check.require("spread", "in (0, 1)", 0 < check.number("spread") < 1)
-    anchored = a["anchor"] in ("start", "round") if isinstance(a["anchor"], str) else check.whole("anchor") >= 1
-    check.require("anchor", '"start", "round" or a number of rounds >= 1', anchored)
-    check.require("max_rollbacks", "an integer >= 0", check.whole("max_rollbacks") >= 0)
-    check.require("start_steps", "an integer >= 0", check.whole("start_steps") >= 0)
-    check.require("hold_share", "in [0, 1)", 0 <= check.number("hold_share") < 1)
-    check.require("seed", "an integer >= 0", check.whole("seed") >= 0)
-    check.bounds("scale_bounds")
-    every = a["sample_every"]
-    check.require("sample_every", "an integer >= 1", every is None or check.whole("sample_every") >= 1)
-    check.require("first_scale", "a finite number > 0", a["first_scale"] is None or check.number("first_scale") > 0)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -99,6 +99,14 @@ class RoundFace:
     def _rounds(self) -> RoundLoop:
         assert self._loop is not None
         return self._loop
+
+    def _warn_if_apart(self) -> None:
+        if self._rounds.weights_apart(self.last_epoch):
+            warnings.warn(
+                f"state_dict() at step {self.last_epoch}, where replicas are apart: weights saved now are this "
+                "replica's alone. Save inside `with scheduler.converged():`, or call scheduler.converge() first",
+                stacklevel=3,
+            )
 
     def _refresh(self) -> None:
         """Write the current learning rates into the optimizer."""
@@ -220,39 +228,6 @@ def check_version(state: Mapping[str, Any]) -> None:
             f"state_dict must have version {STATE_VERSION}, but got version {version!r}; "
             "load it with the version of hdet that wrote it"
         )
-
-
-class Arguments:
-    """Checks of a constructor's arguments: the rule, the value."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-
-    def require(self, name: str, rule: str, ok: bool) -> None:
-        if not ok:
-            raise ValueError(f"{name} must be {rule}, but got {name}={self.values[name]!r}")
-
-    def number(self, name: str) -> float:
-        """The value, or NaN, with which every comparison fails, where it is not a finite number."""
-        value = self.values[name]
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        return float(value) if is_number and math.isfinite(value) else math.nan
-
-    def whole(self, name: str) -> int:
-        """The value, or -1 where it is not an integer."""
-        value = self.values[name]
-        return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else -1
-
-    def one_of(self, name: str, *choices: str) -> None:
-        listing = ", ".join(f'"{choice}"' for choice in choices)
-        value = self.values[name]
-        self.require(name, f"one of {listing}", isinstance(value, str) and value in choices)
-
-    def bounds(self, name: str) -> None:
-        pair = self.values[name]
-        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-        ok = is_pair and 0 < pair[0] <= 1 <= pair[1] < math.inf
-        self.require(name, "a pair (low, high) with 0 < low <= 1 <= high < inf", ok)
 
 
 def write_lr(group: dict[str, Any], value: float) -> None:

@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.controllers import PaperController
 from hdet.replicas import find_replicas
-from hdet.schedulers.face import STATE_VERSION, Arguments, RoundFace, agree, auto_settings, check_version, make_loop
+from hdet.schedulers.arguments import check_one_cycle
+from hdet.schedulers.face import STATE_VERSION, RoundFace, agree, auto_settings, check_version, make_loop
 from hdet.signal import Loss
 
 Decay = Literal["schedule", "floor", "printed"]
@@ -131,7 +132,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             "lr_scale_bounds": lr_scale_bounds,
             "seed": seed,
         }
-        _check_arguments(arguments)
+        check_one_cycle(arguments)
         replicas = find_replicas(optimizer, process_group, spread=ensemble_lr_spread_ratio)
         # Without a spread there is nothing to do together, so nobody waits; the others learn of it all the same.
         agree(replicas, arguments, optimizer, model, wait=ensemble_lr_spread_ratio > 0 or signal is not None)
@@ -263,12 +264,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         To be saved together with the model right after a converge, after :meth:`converge`, or inside
         :meth:`converged`; in between, the model on this rank is one of several different replicas, and this warns.
         """
-        if self._rounds.weights_apart(self.last_epoch):
-            warnings.warn(
-                f"state_dict() at step {self.last_epoch}, where replicas are apart: weights saved now are this "
-                "replica's alone. Save inside `with scheduler.converged():`, or call scheduler.converge() first",
-                stacklevel=2,
-            )
+        self._warn_if_apart()
         return {
             "version": STATE_VERSION,
             "last_epoch": self.last_epoch,
@@ -334,48 +330,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(v) for v in value]
     return dict(value) if isinstance(value, Mapping) else value
-
-
-def _check_arguments(a: Mapping[str, Any]) -> None:
-    """Raise ValueError with the rule, the value and the remedy."""
-    check = Arguments(a)
-    check.require("ensemble_lr_spread_ratio", "in [0, 1)", 0 <= check.number("ensemble_lr_spread_ratio") < 1)
-    check.require("model_sync_interval", "an integer >= 1", check.whole("model_sync_interval") >= 1)
-    check.require("auto_lr_warmup_steps", "an integer >= 0", check.whole("auto_lr_warmup_steps") >= 0)
-    check.require("loss_scale", "a finite number > 0", check.number("loss_scale") > 0)
-    check.require("lr_of_lr", "a finite number >= 0", check.number("lr_of_lr") >= 0)
-    check.require("momentum_of_lr", "in [0, 1)", 0 <= check.number("momentum_of_lr") < 1)
-    check.require("div_factor", "a finite number > 0", check.number("div_factor") > 0)
-    check.require("final_div_factor", "a finite number > 0", check.number("final_div_factor") > 0)
-    check.require("seed", "an integer >= 0", check.whole("seed") >= 0)
-    check.one_of("decay", "schedule", "floor", "printed")
-    check.bounds("lr_scale_bounds")
-    if a["signal"] is not None:
-        check.one_of("signal", "gradient", "loss")
-        if (a["ensemble_lr_spread_ratio"] > 0) != (a["signal"] == "loss"):
-            raise ValueError(
-                'ensemble_lr_spread_ratio must be 0 with signal="gradient", which needs no fan-out, and above 0 with '
-                f'signal="loss", but got signal={a["signal"]!r} and '
-                f"ensemble_lr_spread_ratio={a['ensemble_lr_spread_ratio']!r}"
-            )
-        if a["decay"] != "schedule":
-            raise ValueError(f"decay={a['decay']!r} belongs to the paper's controller; leave it out with signal=")
-        return
-    if not a["enable_auto_lr"]:
-        if a["decay"] != "schedule":
-            raise ValueError(
-                f"decay={a['decay']!r} is the decay of the auto-LR phase; set enable_auto_lr=True, or leave decay out"
-            )
-        return
-    total = a["total_steps"] or (a["epochs"] or 0) * (a["steps_per_epoch"] or 0)
-    if a["auto_lr_warmup_steps"] >= total > 0:
-        raise ValueError(
-            f"auto_lr_warmup_steps must be smaller than the {total} total steps for auto-LR to act, but got "
-            f"auto_lr_warmup_steps={a['auto_lr_warmup_steps']}; lower it, e.g. to {total // 5}"
-        )
-    if a["decay"] == "printed" and a["div_factor"] < a["final_div_factor"]:
-        raise ValueError(
-            'decay="printed" must not grow the learning rate, but Eq. 8 as printed multiplies it by final_div_factor / '
-            f'div_factor = {a["final_div_factor"] / a["div_factor"]:g} over the run; use decay="floor", or '
-            "div_factor >= final_div_factor"
-        )
