@@ -39,6 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedule", default="one-cycle", help="one-cycle, cosine, wsd or constant")
+    parser.add_argument("--methods", nargs="+", default=[m for m, *_ in METHODS], choices=[m for m, *_ in METHODS])
     parser.add_argument("--json", type=Path, help="write every run here")
     args = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
@@ -50,11 +52,16 @@ def main() -> None:
         print(f"[{time.perf_counter() - started:5.0f} s] {label}", file=sys.stderr, flush=True)
         return results
 
-    grid = progress("grid", sweep(task, [Run(lr=lr, seed=args.seed) for lr in GRID], num_steps=args.steps))
+    def train(runs: list[Run]) -> list[Result]:
+        return sweep(task, runs, num_steps=args.steps, schedule=args.schedule)
+
+    grid = progress("grid", train([Run(lr=lr, seed=args.seed) for lr in GRID]))
     best = min(grid, key=lambda r: r.validation["loss"])
     best_lr, best_loss = best.run.lr, best.validation["loss"]
     table: dict[str, list[Result]] = {}
     for method, num_replicas, spread in METHODS:
+        if method not in args.methods:
+            continue
         runs = [
             Run(
                 lr=factor * best_lr,
@@ -67,7 +74,7 @@ def main() -> None:
             )
             for factor in FACTORS
         ]
-        table[method] = progress(method, sweep(task, runs, num_steps=args.steps))
+        table[method] = progress(method, train(runs))
 
     print(f"best fixed learning rate {best_lr:g}, validation loss {best_loss:.3f}; fixed, by learning rate: ", end="")
     print(", ".join(f"{r.run.lr:g}: {r.validation['loss']:.3f}" for r in grid))
