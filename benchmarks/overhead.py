@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import OneCycleAutoLR
+from hdet import AutoLR, OneCycleAutoLR
 from hdet import converge as converge_module
 from hdet.converge import mean_
 from hdet.launch import launch
@@ -118,25 +118,30 @@ def measure_memory(num_megabytes: int) -> float:
     return allocated / 2**20
 
 
-def count_syncs() -> int:
-    """Steps on a GPU under a mode in which torch raises at every host synchronisation."""
+def count_syncs(kind: str) -> int:
+    """Steps on a GPU under a mode in which torch raises at every host synchronisation; how many there were."""
     model = torch.nn.Linear(64, 64, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    scheduler = OneCycleAutoLR(
-        optimizer, 1e-3, 1000, ensemble_lr_spread_ratio=0.1, model_sync_interval=200, model=model,
-        enable_auto_lr=True, auto_lr_warmup_steps=0,
-    )  # fmt: skip
+    scheduler: AutoLR | OneCycleAutoLR
+    if kind == "paper":
+        scheduler = OneCycleAutoLR(
+            optimizer, 1e-3, 1000, ensemble_lr_spread_ratio=0.1, model_sync_interval=200, model=model,
+            enable_auto_lr=True, auto_lr_warmup_steps=0,
+        )  # fmt: skip
+    else:
+        signal: Any = kind
+        scheduler = AutoLR(OneCycleLR(optimizer, 1e-3, 1000), model=model, signal=signal, interval=200)
     x = torch.randn(8, 64, device="cuda")
     num_steps = 0
     for step in range(1, 401):
+        between = step % 200 != 0 and step > 1  # the first step makes the copies
+        torch.cuda.set_sync_debug_mode("error" if between else "default")
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        between = step % 200 != 0
-        torch.cuda.set_sync_debug_mode("error" if between else "default")
         scheduler.step(loss)
-        scheduler.observe(loss, 0.0)
+        scheduler.observe(loss, 0.5)
         num_steps += between
     torch.cuda.set_sync_debug_mode("default")
     return num_steps
@@ -151,7 +156,9 @@ def main() -> None:
     found: dict[str, Any] = {"torch": torch.__version__, "device": device}
     if args.cuda:
         found["gpu"] = torch.cuda.get_device_name()
-        found["steps between converges under sync_debug_mode('error')"] = launch(count_syncs, 2, timeout_s=120)[0]
+        found["steps between converges without a host synchronisation"] = {
+            kind: launch(count_syncs, 2, kind, timeout_s=120)[0] for kind in ("paper", "gradient", "loss")
+        }
     for n in (2, 4):
         step = launch(measure_step, n, device, timeout_s=300)[0]
         converge = launch(measure_converge, n, device, timeout_s=500)[0]
