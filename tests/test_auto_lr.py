@@ -542,6 +542,17 @@ def test_a_parameter_unfrozen_in_the_broken_round() -> None:
     assert all(math.isfinite(v) for v in second.tolist())
 
 
+@pytest.mark.parametrize(("signal", "cold"), [("gradient", 0.03), ("auto", 0.03)])
+def test_a_run_of_few_rounds_starts_with_the_schedule_as_it_is(signal: Any, cold: float) -> None:
+    for interval, scale in ((2, cold), (3, 1.0)):  # 60 rounds, and 40
+        optimizer = torch.optim.SGD(parameters(), lr=0.1)
+        plain = OneCycleLR(optimizer, 0.1, 120, cycle_momentum=False)
+        first = float(plain.get_last_lr()[0])
+        auto = AutoLR(plain, signal=signal, interval=interval)
+        assert auto.get_last_lr() == pytest.approx([scale * first])
+        assert auto._rounds.gated == (scale < 1)
+
+
 def test_after_max_rollbacks_it_is_an_error() -> None:
     optimizer = two_groups()
     auto = AutoLR(CosineAnnealingLR(optimizer, 200), interval=2, max_rollbacks=2)

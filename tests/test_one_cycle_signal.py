@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from hdet import AutoLR, OneCycleAutoLR
 from hdet.launch import launch
 
-STEPS, INTERVAL = 60, 3
+STEPS, INTERVAL = 100, 2
 
 
 def _train(kind: str, signal: str, spread: float, *, stop: int = STEPS) -> dict[str, Any]:

@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {"context": 64, "num_layers": 2, "width": 64, "num_heads
 class Settings:
     """What the demo trains with."""
 
-    steps: int = 240
+    steps: int = 300
     max_lr: float = 3e-3
     spread: float = 1 / 9
     interval: int = 20

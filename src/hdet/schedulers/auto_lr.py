@@ -34,6 +34,7 @@ from hdet.schedulers.face import (
     check_version,
     make_evidence_controller,
     make_loop,
+    starts_cold,
     write_lr,
 )
 from hdet.signal import Loss
@@ -66,9 +67,10 @@ class AutoLR(RoundFace, LRScheduler):
         sample_every: steps between samples of the gradient signal; default every step of a small model, every eighth of
             one with more than ten million parameters, at most 64 a round.
         together: one scale for all param groups, or one for each.
-        gated: whether the schedule's warm-up needs evidence.
+        gated: whether the schedule's warm-up needs evidence; default in a run of at least 50 rounds.
         first_scale: where the scale starts; default 0.03 with the gradient signal, which climbs from there in a few
-            rounds, and 0.2 with the loss signal. A start below 1 is what makes a schedule far too high harmless.
+            rounds, and 0.2 with the loss signal; 1 in a run of fewer than 50 rounds. A start below 1 is what makes a
+            schedule far too high harmless.
         rollback: whether a broken round is undone. A copy of the weights and of the optimizer's state.
         max_rollbacks: how often, before it is an error.
         snapshot_device: where that copy is kept; default beside the weights.
@@ -104,7 +106,7 @@ class AutoLR(RoundFace, LRScheduler):
         anchor_dtype: torch.dtype | None = None,
         sample_every: int | None = None,
         together: bool = True,
-        gated: bool = True,
+        gated: bool | None = None,
         first_scale: float | None = None,
         rollback: bool = True,
         max_rollbacks: int = 20,
@@ -122,6 +124,7 @@ class AutoLR(RoundFace, LRScheduler):
             interval = 100 if total_steps is None else max(1, min(1000, total_steps // 100))
         if start_steps is None:
             start_steps = (total_steps or 0) // 50
+        kind: Literal["loss", "gradient"] = "loss" if signal == "loss" else "gradient"
         arguments: dict[str, Any] = {
             "schedule": type(schedule).__name__,
             "signal": signal,
@@ -162,7 +165,9 @@ class AutoLR(RoundFace, LRScheduler):
         for part in parts:
             part.base_lrs = [float(lr) for lr in part.base_lrs]
         self._schedule_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        kind: Literal["loss", "gradient"] = "loss" if uses_loss else "gradient"
+        cold = starts_cold(total_steps, interval)
+        if first_scale is None:
+            first_scale = FIRST_SCALES[kind] if cold else 1.0
         loop = make_loop(
             optimizer,
             model,
@@ -175,8 +180,8 @@ class AutoLR(RoundFace, LRScheduler):
             seed=seed,
             step=self.last_epoch,
             together=together,
-            gated=gated,
-            first_scale=FIRST_SCALES[kind] if first_scale is None else first_scale,
+            gated=cold if gated is None else gated,
+            first_scale=first_scale,
             signal=kind,
             anchor=anchor,
             anchor_device=anchor_device,

@@ -27,6 +27,9 @@ from hdet.weights import Weights
 
 STATE_VERSION = 1
 
+MIN_ROUNDS = 50
+"""With fewer rounds there is no time for a cold start: the schedule begins, and warms up, as it is."""
+
 HOLD_SHARE = 0.05
 """Share of a run, at its end, in which the learned scale holds still."""
 
@@ -47,15 +50,21 @@ def make_evidence_controller(signal: Literal["loss", "gradient"], **settings: fl
     return EvidenceController(**({"optimism": 0.75} if signal == "loss" else {}) | settings)
 
 
-def auto_settings(signal: Literal["loss", "gradient"], total_steps: int | None) -> dict[str, Any]:
+def starts_cold(total_steps: int | None, interval: int) -> bool:
+    """Whether a run has rounds enough to climb, by evidence alone, from a cold start through a gated warm-up."""
+    return total_steps is None or total_steps >= MIN_ROUNDS * interval
+
+
+def auto_settings(signal: Literal["loss", "gradient"], total_steps: int | None, interval: int) -> dict[str, Any]:
     """The arguments of :func:`make_loop` that make AutoLR out of a schedule, unless told otherwise."""
+    cold = starts_cold(total_steps, interval)
     end = math.inf if total_steps is None else (1 - HOLD_SHARE) * total_steps
     return {
         "controller": make_evidence_controller(signal),
         "acting": ((total_steps or 0) // 50, end),
         "together": True,
-        "gated": True,
-        "first_scale": FIRST_SCALES[signal],
+        "gated": cold,
+        "first_scale": FIRST_SCALES[signal] if cold else 1.0,
         "signal": signal,
         "anchor": "start",
         "rollback": True,

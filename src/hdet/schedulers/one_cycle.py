@@ -174,7 +174,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             controller = PaperController(loss_scale, lr_of_lr, momentum_of_lr) if enable_auto_lr else None
             chosen: dict[str, Any] = {"controller": controller, "acting": (auto_lr_warmup_steps, math.inf)}
         else:
-            chosen = auto_settings(signal, self.total_steps)
+            chosen = auto_settings(signal, self.total_steps, model_sync_interval)
             chosen["acting"] = (min(auto_lr_warmup_steps, chosen["acting"][0]), chosen["acting"][1])
         loop = make_loop(
             optimizer,
