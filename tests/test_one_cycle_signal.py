@@ -16,6 +16,18 @@ from hdet.launch import launch
 STEPS, INTERVAL = 100, 2
 
 
+def _one_cycle(optimizer: torch.optim.Optimizer, signal: Any, spread: float) -> OneCycleAutoLR:
+    return OneCycleAutoLR(
+        optimizer,
+        1e-3,
+        STEPS,
+        cycle_momentum=False,
+        signal=signal,
+        ensemble_lr_spread_ratio=spread,
+        model_sync_interval=INTERVAL,
+    )
+
+
 def _train(kind: str, signal: str, spread: float, *, stop: int = STEPS) -> dict[str, Any]:
     """LRs of every step and the final weights, of one of the two ways to say the same."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -28,29 +40,14 @@ def _train(kind: str, signal: str, spread: float, *, stop: int = STEPS) -> dict[
         plain = OneCycleLR(optimizer, 1e-3, STEPS, cycle_momentum=False)
         scheduler = AutoLR(plain, signal=signal, interval=INTERVAL, spread=spread or 0.1, scale_bounds=(1e-4, 1e4))  # type: ignore[arg-type]
     else:
-        scheduler = OneCycleAutoLR(
-            optimizer,
-            1e-3,
-            STEPS,
-            cycle_momentum=False,
-            signal=signal,  # type: ignore[arg-type]
-            ensemble_lr_spread_ratio=spread,
-            model_sync_interval=INTERVAL,
-        )
+        scheduler = _one_cycle(optimizer, signal, spread)
     generator = torch.Generator().manual_seed(rank)
     lrs, scales = [], []
     for step in range(stop):
         if kind == "one-cycle, resumed" and step == STEPS // 2:
             with scheduler.converged():
                 state = scheduler.state_dict()
-            scheduler = OneCycleAutoLR(
-                optimizer,
-                1e-3,
-                STEPS,
-                cycle_momentum=False,
-                signal=signal,  # type: ignore[arg-type]
-                model_sync_interval=INTERVAL,
-            )
+            scheduler = _one_cycle(optimizer, signal, spread)
             scheduler.load_state_dict(state)
         lrs.append([float(group["lr"]) for group in optimizer.param_groups])
         x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
