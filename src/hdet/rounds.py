@@ -317,6 +317,7 @@ class RoundLoop:
             if shared.shape != (2, num_ranks):
                 raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {signal!r}")
             mine = (float(shared[0, self.replicas.index]), float(shared[1, self.replicas.index]))
+        # What the rollback reads below is checked here, before anything has changed.
         unpack_guard(state["guard"])
         num_calls, _ = int(state["num_calls"]), int(state["num_rollbacks"])
         num_knobs = len(self.steering.scales)
