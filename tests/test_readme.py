@@ -54,9 +54,14 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["hdet.spread", "hdet.launch", "hdet.testing", "hdet.schedulers.auto_lr", "hdet.schedulers.one_cycle"],
+    [
+        *("hdet.spread", "hdet.launch", "hdet.testing", "hdet.explorer"),
+        *("hdet.schedulers.auto_lr", "hdet.schedulers.one_cycle"),
+    ],
 )
 def test_docstring_examples(name: str) -> None:
-    result = doctest.testmod(importlib.import_module(name))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Explorer compares replicas, and there is one")
+        result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0

@@ -360,7 +360,7 @@ def test_observed_micro_batches_count_as_their_weighted_mean(signal: list[dict[s
 
 def test_a_loss_missing_on_one_replica_raises_on_all_and_names_it(signal: list[dict[str, Any]]) -> None:
     for result in signal:
-        assert result["missing"].startswith("RuntimeError: auto-LR needs a loss from every replica")
+        assert result["missing"].startswith("RuntimeError: the controller needs a loss from every replica")
         assert "replicas [1] gave none" in result["missing"]
         assert "observe(loss)" in result["missing"]
         assert result["missing: untouched"]

@@ -189,7 +189,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "controller": ({"controller": {"velocity": [0.0, 0.0]}}, "made with another controller"),
     "controller's numbers": (
         {"controller": {"slope": [math.nan, 0.0], "variance": [0.0, 0.0], "weight": [0.0, 0.0]}},
-        "controller state 'slope' must be 2 finite numbers",
+        "controller state 'slope' must be finite numbers of shape",
     ),
 }
 

@@ -42,13 +42,19 @@ def is_healthy(tensors: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def mean_(
-    tensors: Iterable[Tensor], replicas: Replicas, healthy: Sequence[bool], buffers: Buffers | None = None
+    tensors: Iterable[Tensor],
+    replicas: Replicas,
+    healthy: Sequence[bool],
+    buffers: Buffers | None = None,
+    *,
+    share: float = 1.0,
 ) -> Tensor:
     """Replace each tensor by its mean over the healthy replicas, in place and bit-identically on all of them.
 
     Floating-point and complex tensors are summed in float32 (float64 for float64), whatever their own precision;
     integer and boolean tensors become the maximum. Tensors may be strided, empty or expanded. A replica that is not
-    healthy contributes nothing and receives the mean.
+    healthy contributes nothing and receives the mean. ``share`` is what this replica's floating-point values count,
+    1 on average over the healthy ones.
 
     Returns:
         The Euclidean distance between this replica's floating-point values and the mean, as a 0-d tensor that nobody
@@ -95,6 +101,8 @@ def mean_(
             torch.cat([p.view(-1) for p in pieces], out=flat)  # on the host twice as fast as copying
         else:
             torch._foreach_copy_(views, pieces)
+        if share != 1 and not is_integer:
+            flat.mul_(share)
         op = dist.ReduceOp.MAX if is_integer else dist.ReduceOp.SUM
         work = dist.all_reduce(flat, op, group=replicas.group, async_op=True)
         in_flight.append(_Bucket(buffer, pieces, views, work))

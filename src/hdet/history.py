@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Numbers = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class KnobRecord:
+    """A knob beside the learning rate, in one round.
+
+    Attributes:
+        values: what it was on each replica.
+        base: the shared centre, after the controller has acted.
+        slope, standard_error, z: the slope of the loss over the knob's position, how sure it is, and their ratio; NaN
+            while the knob cannot be told from others, or is not adapted.
+    """
+
+    values: Numbers
+    base: float
+    slope: float
+    standard_error: float
+    z: float
 
 
 @dataclass(frozen=True)
@@ -25,6 +43,8 @@ class RoundRecord:
             ``delta`` (Eq. 6) and ``velocity`` (Eq. 7), both relative to the base value. Empty while it is not acting.
         unhealthy: replicas whose weights were not finite and were left out of the mean.
         num_rollbacks: how often the run has been set back to its last healthy centre, this round included.
+        probes: loss of each replica on the probe; empty without one, or while no controller is acting.
+        knobs: the knobs beside the learning rate, by name.
         distance: largest Euclidean distance between a healthy replica's weights and their mean.
         converge_s: seconds this replica spent in the converge.
     """
@@ -40,6 +60,8 @@ class RoundRecord:
     num_rollbacks: int
     distance: float
     converge_s: float
+    probes: Numbers = ()
+    knobs: Mapping[str, KnobRecord] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""

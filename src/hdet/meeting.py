@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ class Note(NamedTuple):
         total, weight: weighted sum of its losses, and the weights'.
         healthy: whether its weights are finite.
         shapes, state: digests of what it would average, and of where its scheduler stands.
+        probe: its loss on held-out data, NaN without.
     """
 
     step: int
@@ -26,6 +28,7 @@ class Note(NamedTuple):
     healthy: bool
     shapes: int
     state: int
+    probe: float = math.nan
 
 
 def compare_notes(replicas: Replicas, mine: Note, *, losses_required: bool) -> dict[str, FloatArray]:
@@ -34,7 +37,7 @@ def compare_notes(replicas: Replicas, mine: Note, *, losses_required: bool) -> d
     Nothing has been changed when it raises. One small collective.
     """
     rows = replicas.gather([float(fact) for fact in mine], step=mine.step)
-    steps, totals, weights, healthy, shapes, states = rows.T
+    steps, totals, weights, healthy, shapes, states, probes = rows.T
     if len(set(steps)) > 1:
         listing = ", ".join(f"replica {r}: {int(s)}" for r, s in enumerate(steps))
         raise RuntimeError(
@@ -53,10 +56,10 @@ def compare_notes(replicas: Replicas, mine: Note, *, losses_required: bool) -> d
         )
     if losses_required and not weights.all():
         raise RuntimeError(
-            f"auto-LR needs a loss from every replica in every round, but replicas "
+            f"the controller needs a loss from every replica in every round, but replicas "
             f"{np.flatnonzero(weights == 0).tolist()} gave none up to step {mine.step}; "
             "call step(loss), or observe(loss) before a bare step()"
         )
     with np.errstate(invalid="ignore", divide="ignore"):
         losses = totals / weights
-    return {"totals": totals, "weights": weights, "healthy": healthy, "losses": losses}
+    return {"totals": totals, "weights": weights, "healthy": healthy, "losses": losses, "probes": probes}

@@ -70,7 +70,7 @@ class Replicas:
     def _quarrel(self, store: Store, key: str) -> str:
         facts = [json.loads(store.get(f"{key}/facts/{r}")) for r in range(self.count)]
         lines = []
-        for name in facts[0]:
+        for name in dict.fromkeys(name for fact in facts for name in fact):
             by_value: dict[str, list[int]] = {}
             for r, fact in enumerate(facts):
                 by_value.setdefault(str(fact.get(name)), []).append(r)

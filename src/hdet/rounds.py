@@ -13,8 +13,8 @@ import struct
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
-from hdet.converge import mean_
+from hdet.board import Board
+from hdet.converge import is_healthy, mean_
 from hdet.gradient_signal import GradientSignal
 from hdet.guard import GuardState, pack_guard, unpack_guard
 from hdet.history import RoundRecord
 from hdet.meeting import Note, compare_notes
-from hdet.replicas import Replicas, local_tensor
+from hdet.outer import OuterStep, StatePolicy, reset_state, state_tensors
+from hdet.replicas import Replicas, local_tensor, shape_digest
 from hdet.rollback import CUT, Rollback
 from hdet.signal import Loss, LossMeter
 from hdet.spread import FloatArray
@@ -54,6 +56,11 @@ class RoundLoop:
         gradient: the first-order signal; None for the loss signal.
         rollback: what undoes broken rounds; None for nothing.
         step: optimizer steps already taken.
+        apart: whether replicas may differ between converges.
+        board: the knobs of the steering's panel, and the probe.
+        outer: where the shared weights go at a converge.
+        optimizer_state: what becomes of the optimizers' state at a converge.
+        local: what keeps gradients from being averaged, to be closed in the end.
     """
 
     def __init__(
@@ -71,6 +78,11 @@ class RoundLoop:
         gradient: GradientSignal | None = None,
         rollback: Rollback | None = None,
         step: int = 0,
+        apart: bool,
+        board: Board,
+        outer: OuterStep | None = None,
+        optimizer_state: StatePolicy = "keep",
+        local: Callable[[], ExitStack] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.weights = weights
@@ -83,25 +95,38 @@ class RoundLoop:
         self.anchor_rounds = anchor_rounds
         self.gradient = gradient
         self.rollback = rollback
-        self.apart = steering.spread > 0 and replicas.count > 1
-        self.active = self.apart or gradient is not None
+        self.apart = apart
+        self.active = apart or gradient is not None
+        self.board = board
+        self.outer = outer or OuterStep()
+        self.optimizer_state: StatePolicy = optimizer_state
+        self._make_local = local or ExitStack
+        self._local = self._make_local()
+        self._index = replicas.index if apart else 0
+        self._on_line = anchor is not None and apart and steering.spread > 0
 
         self.meter = LossMeter()
-        self._anchor_shared = not self.apart
+        self._anchor_shared = self._centre_shared = not apart
         self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self._converged_step = step
         self._shared_signal: FloatArray | None = None
         self._inside_converged = False
         self._left_at_mean = False
+        self.finished = False
         self._update_factors()
 
     def _update_factors(self) -> None:
-        mine = self.steering.multipliers[:, self.replicas.index if self.apart else 0]
-        by_knob = (self.steering.scales * mine).tolist()
+        by_knob = (self.steering.scales * self.steering.multipliers[:, self._index]).tolist()
         self.factors: list[float] = [by_knob[knob] for knob in self.knob_of_group]
         """What the schedule's value of each param group is multiplied by on this replica."""
         self.gated = bool(self.steering.rising.any())
         """Whether :meth:`schedule_moved` wants to be told."""
+        self.write_knobs(at_base=self.finished)
+
+    def write_knobs(self, *, at_base: bool) -> None:
+        """Give the knobs beside the learning rate their values, this replica's or the shared ones."""
+        if len(self.board):
+            self.board.write(self.steering.positions(None if at_base else self._index))
 
     def before_optimizer_step(self) -> None:
         """Set the anchor in the first step, when the weights are what training starts from; sample the gradient."""
@@ -109,6 +134,8 @@ class RoundLoop:
             self.anchor.renew(self.weights.anchored())
         if self.rollback is not None:
             self.rollback.before_first_step(self.weights, self.optimizer)
+        if self.apart:
+            self.outer.begin(self.weights.anchored())
         if self.gradient is not None:
             self.gradient.sample(self.optimizer)
 
@@ -148,31 +175,46 @@ class RoundLoop:
     def _end_round(self, step: int, schedule: FloatArray, *, last: bool) -> None:
         started = time.perf_counter()
         steering = self.steering
-        acting = steering.controller is not None and self.acting[0] < step <= self.acting[1]
-        table = self._compare_notes(step, losses_required=acting and self.gradient is None)
+        acting = self._has_controller() and self.acting[0] < step <= self.acting[1]
+        has_probe = acting and self.board.probe is not None
+        probe = self.board.evaluate(steering.positions(self._index), steering.positions()) if has_probe else math.nan
+        needs_losses = acting and not has_probe and self._learns_from_losses()
+        table = self._compare_notes(step, losses_required=needs_losses, probe=probe)
         slopes = self.gradient.drain(self.replicas.group, self.replicas.device) if self.gradient is not None else None
         healthy = table["healthy"] > 0
         losses = np.where(healthy, table["losses"], np.nan)
+        signal = losses if not has_probe else np.where(healthy, table["probes"], np.nan)
         before, multipliers = steering.scales, steering.multipliers
+        positions = [steering.positions(r) for r in range(steering.num_replicas)]
         info: dict[str, Any] = {}
         distance = 0.0
         if self._is_broken(step, losses, healthy, losses_given=bool(table["weights"].any())):
             self._go_back(step)
         else:
             if self.apart:
-                distance = self._average(step, healthy)
+                distance = self._average(step, healthy, signal)
+                if not self._centre_shared:
+                    # Replicas may have started apart: they go on from one place.
+                    mean_(self.outer.centre.copies, self.replicas, [True] * self.replicas.count)
+                    self._centre_shared = True
+                self.outer.apply_(self.weights.anchored())
             if acting:
-                info = steering.decide(losses, slopes)
+                info = steering.decide(signal, slopes)
                 if self.anchor is not None and steering.wants_new_anchor():
                     self.anchor.renew(self.weights.anchored())
                     self._anchor_shared = True
             if self.rollback is not None:
                 self.rollback.keep(self.weights.local(), self.optimizer)
+        panel = info.pop("panel", {})
+        if steering.panel.moves_lrs:
+            info = {name: panel[name][: steering.num_lrs] for name in ("slope", "standard_error", "z") if name in panel}
         steering.next_round()
         if not last:
             self._renew_anchor()
             self._place()
         self._left_at_mean = last
+        if last:
+            self._end()
         self._update_factors()
         self._history.append(
             RoundRecord(
@@ -184,16 +226,24 @@ class RoundLoop:
                     for value, k in zip(schedule, self.knob_of_group, strict=True)
                 ),
                 base_values=tuple((schedule * steering.scales[self.knob_of_group]).tolist()),
-                scales=tuple(steering.scales.tolist()),
+                scales=tuple(steering.scales[: steering.num_lrs].tolist()),
                 control=info,
                 unhealthy=tuple(np.flatnonzero(~healthy).tolist()),
                 num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
                 distance=distance,
                 converge_s=time.perf_counter() - started,
+                probes=tuple(table["probes"].tolist()) if has_probe else (),
+                knobs=self.board.record(positions, steering.positions(), panel, steering.num_lrs),
             )
         )
         self.meter.reset()
         self._shared_signal = None
+
+    def _has_controller(self) -> bool:
+        return self.steering.controller is not None or self.steering.panel.controller is not None
+
+    def _learns_from_losses(self) -> bool:
+        return self.gradient is None or self.steering.panel.controller is not None
 
     def _is_broken(self, step: int, losses: FloatArray, healthy: BoolArray, *, losses_given: bool) -> bool:
         """Whether this round has to be undone. Raises where it would have to be and cannot."""
@@ -214,6 +264,7 @@ class RoundLoop:
     def _go_back(self, step: int) -> None:
         assert self.rollback is not None
         self.rollback.go_back(self.weights.local(), self.optimizer)
+        self.outer.restart(self.weights.anchored())
         self.steering.cut(CUT)
         self._converged_step = step
 
@@ -230,7 +281,8 @@ class RoundLoop:
 
     def _place(self) -> None:
         """Eq. 11. The weights are at the centre when this is called."""
-        if self.anchor is not None and self.apart:
+        if self._on_line:
+            assert self.anchor is not None
             mine = self.steering.multipliers[:, self.replicas.index].tolist()
             groups = zip(self.optimizer.param_groups, self.knob_of_group, strict=True)
             self.anchor.place_(self.weights.anchored(), [mine[knob] for group, knob in groups for _ in group["params"]])
@@ -247,7 +299,23 @@ class RoundLoop:
         if self.apart:
             self._require_any(healthy, step)
             self._average(step, healthy)
+            self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
             self._left_at_mean = True
+
+    def finish(self, step: int) -> None:
+        """End the training: average the weights, and leave every knob at its base value."""
+        if self._inside_converged:
+            raise RuntimeError("finish() must not be called inside `with converged():`; leave the block first")
+        if self.finished:
+            return
+        if step != self._converged_step or self._on_line:
+            self.converge(step)
+        self._end()
+        self.write_knobs(at_base=True)
+
+    def _end(self) -> None:
+        self.finished = True
+        self._local.close()
 
     @contextmanager
     def converged(self, step: int) -> Iterator[None]:
@@ -260,22 +328,39 @@ class RoundLoop:
         with self.weights.set_aside():
             self.converge(step)
             self._inside_converged = True
+            self.write_knobs(at_base=True)
             try:
                 yield
             finally:
                 self._inside_converged = False
                 self._converged_step, self._left_at_mean = before
+        self.write_knobs(at_base=self.finished)
 
-    def _compare_notes(self, step: int, *, losses_required: bool) -> dict[str, FloatArray]:
+    def _compare_notes(self, step: int, *, losses_required: bool, probe: float = math.nan) -> dict[str, FloatArray]:
         total, weight = self.meter.drain()
-        note = Note(step, total, weight, self.weights.is_healthy(), self.weights.digest(), self._digest())
+        digest = self.weights.digest()
+        if self.optimizer_state == "average":
+            digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
+        note = Note(step, total, weight, self.weights.is_healthy(), digest, self._digest(), probe)
         table = compare_notes(self.replicas, note, losses_required=losses_required)
         self._shared_signal = np.stack([table["totals"], table["weights"]])
         return table
 
-    def _average(self, step: int, healthy: BoolArray) -> float:
+    def _average(self, step: int, healthy: BoolArray, losses: FloatArray | None = None) -> float:
+        """Eq. 3. At the end of a round, where there are ``losses``, by their shares and with the optimizer's state."""
         self._converged_step = step
-        return self.weights.average(healthy, step=step)
+        shares = None if losses is None else self.outer.shares(losses, healthy)
+        share = 1.0 if shares is None else float(shares[self.replicas.index])
+        distance = self.weights.average(healthy, step=step, share=share)
+        if losses is not None and self.optimizer_state == "average":
+            self.weights.average_also(state_tensors(self.optimizer), healthy)
+        elif losses is not None and (self.optimizer_state == "reset" or self._state_broken(healthy)):
+            reset_state(self.optimizer)
+        return distance
+
+    def _state_broken(self, healthy: BoolArray) -> bool:
+        """Whether this replica, mended by the others' mean, would be broken again by its optimizer's state."""
+        return not healthy[self.replicas.index] and not is_healthy(state_tensors(self.optimizer))
 
     def _digest(self) -> int:
         numbers = [self.steering.seed, self.steering.round_index, *self.steering.scales.tolist()]
@@ -289,7 +374,7 @@ class RoundLoop:
 
     def weights_apart(self, step: int) -> bool:
         """Whether this replica's weights are not the mean: it has trained since, or been placed on the line."""
-        placed = self.anchor is not None and not self._left_at_mean
+        placed = self._on_line and not self._left_at_mean
         return self.apart and (step != self._converged_step or placed)
 
     def state_dict(self) -> dict[str, Any]:
@@ -306,6 +391,8 @@ class RoundLoop:
             "num_calls": self.gradient.num_calls if self.gradient is not None else 0,
             "samples": self.gradient.samples.tolist() if self.gradient is not None else [],
             "anchor": [copy.clone() for copy in self.anchor.copies] if self.anchor is not None else [],
+            "knobs": self.board.starts(),
+            "outer": self.outer.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
@@ -320,14 +407,21 @@ class RoundLoop:
         # What the rollback reads below is checked here, before anything has changed.
         unpack_guard(state["guard"])
         num_calls, _ = int(state["num_calls"]), int(state["num_rollbacks"])
-        num_knobs = len(self.steering.scales)
-        samples = np.array(state["samples"], dtype=np.float64).reshape(-1, num_knobs)
+        samples = np.array(state["samples"], dtype=np.float64).reshape(-1, self.steering.num_lrs)
         anchor = state["anchor"]
         shapes = [local_tensor(p).shape for p in self.weights.anchored()]
         if anchor and [a.shape for a in anchor] != shapes:
             raise ValueError("anchor must have the shapes of the optimizer's parameters; it is of another model")
         left_at_mean = bool(state["left_at_mean"])
+        self.outer.check_state(state["outer"], self.weights.anchored())
+        starts = self.board.check_starts(state["knobs"])
         self.steering.load_state_dict(state)  # checks everything before it changes anything
+        self.board.restart(starts)
+        self.steering.set_bounds(self.board.bounds())
+        self.outer.load_state_dict(state["outer"], self.weights.anchored())
+        if self.finished:
+            self._local = self._make_local()
+        self.finished = False
         self.meter.reset(*mine)
         self._shared_signal = shared
         self._converged_step = step

@@ -46,3 +46,46 @@ def fan_out(num_replicas: int, spread: float, *, seed: int, round_index: int, nu
     return np.stack(
         [rho[permutation(num_replicas, seed=seed, round_index=round_index, knob=knob)] for knob in range(num_knobs)]
     )
+
+
+def assign(num_replicas: int, num_knobs: int, *, seed: int, round_index: int, balanced: bool) -> FloatArray:
+    """Places in [-1, 1] of several knobs (rows) on the replicas (columns), to be told apart by least squares.
+
+    Every row has mean 0. Unbalanced: the places of Eq. 1, each row in a permutation of its own (Eq. 9). Balanced, rows
+    are as orthogonal as N allows, and exactly so where N is a power of two above the number of knobs: then replicas
+    stand at the two ends, -1 and 1, along columns of a Hadamard matrix, which makes standard errors smaller besides.
+    Otherwise the least correlated of 64 draws of permutations.
+
+    A pure function of its arguments. Signs, columns and replicas are shuffled anew in every round.
+    """
+    if num_replicas == 1:
+        return np.zeros((num_knobs, 1))
+    if not balanced:
+        return _permuted(num_replicas, num_knobs, seed=seed, round_index=round_index, first=0)
+    if num_replicas & (num_replicas - 1) == 0:
+        hadamard = np.ones((1, 1))
+        while len(hadamard) < num_replicas:
+            hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+        words = _words(2 * num_knobs + num_replicas, seed=seed, round_index=round_index)
+        # More knobs than columns: they share, and the signs separate them over the rounds.
+        order = np.argsort(words[:num_knobs], kind="stable")
+        columns = 1 + order % (num_replicas - 1)
+        signs = 1.0 - 2.0 * ((words[num_knobs : 2 * num_knobs] >> np.uint64(63)) == 1)
+        rows = np.argsort(words[2 * num_knobs :], kind="stable")
+        places: FloatArray = signs[:, None] * hadamard[rows][:, columns].T
+        return places
+    draws = [
+        _permuted(num_replicas, num_knobs, seed=seed, round_index=round_index, first=i * num_knobs) for i in range(64)
+    ]
+    return min(draws, key=lambda places: float(np.abs(np.triu(places @ places.T, 1)).max(initial=0.0)))
+
+
+def _permuted(num_replicas: int, num_knobs: int, *, seed: int, round_index: int, first: int) -> FloatArray:
+    rho = multipliers(num_replicas, 1.0) - 1.0
+    knobs = range(first, first + num_knobs)
+    return np.stack([rho[permutation(num_replicas, seed=seed, round_index=round_index, knob=k)] for k in knobs])
+
+
+def _words(count: int, *, seed: int, round_index: int) -> NDArray[np.uint64]:
+    words = np.random.PCG64(np.random.SeedSequence([seed, round_index])).random_raw(count)
+    return np.asarray(words, dtype=np.uint64)

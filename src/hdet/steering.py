@@ -6,23 +6,55 @@ The round loop drives it for real processes, the lab's stacked engine for runs s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hdet.controllers.base import Controller, Evidence, pack_state, unpack_state
-from hdet.spread import FloatArray, fan_out
+from hdet.spread import FloatArray, assign, fan_out
 
 MAX_FALL = 2.0
 """How far the logarithm of a scale may fall before the anchor is renewed."""
 
 
+@dataclass(frozen=True)
+class Panel:
+    """The knobs beside the learning rates, as numbers.
+
+    Their scales are exponentials of positions: a knob's position is the logarithm of its scale.
+
+    Attributes:
+        names: of the knobs.
+        spreads: how far the outermost replicas are from each base position.
+        bounds: lowest and highest position of each.
+        adapted: which of them the controller may move.
+        controller: decides how they move; it sees the learning rates' multipliers first, then the knobs'. None to hold.
+        moves_lrs: whether it moves the learning rates too, instead of a controller of their own.
+        balanced: whether assignments are made as orthogonal as possible, or permuted independently.
+    """
+
+    names: tuple[str, ...]
+    spreads: tuple[float, ...]
+    bounds: tuple[tuple[float, float], ...]
+    adapted: tuple[bool, ...]
+    controller: Controller | None = None
+    moves_lrs: bool = False
+    balanced: bool = True
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+NO_PANEL = Panel((), (), (), ())
+
+
 class Steering:
-    """Fan-out and scales of ``num_knobs`` knobs over ``num_replicas`` replicas.
+    """Fan-out and scales of ``num_knobs`` learning rates, and of a panel of other knobs, over the replicas.
 
     Args:
-        num_knobs: how many scalars are explored; each has its own permutation and its own scale.
+        num_knobs: how many learning rates are explored; each has its own permutation and its own scale.
         num_replicas: N.
         spread: alpha of Eq. 1.
         controller: decides how the scales move; None to hold them.
@@ -31,6 +63,7 @@ class Steering:
         seed: of the permutations.
         round_index: number of the round that begins.
         first_scale: where the scales start.
+        panel: the other knobs; their rows follow those of the learning rates everywhere.
     """
 
     def __init__(
@@ -45,42 +78,100 @@ class Steering:
         seed: int = 0,
         round_index: int = 0,
         first_scale: float = 1.0,
+        panel: Panel = NO_PANEL,
     ) -> None:
+        self.num_lrs = num_knobs
+        self.panel = panel
         self.num_replicas = num_replicas
+        self.scale_bounds = scale_bounds
         self.spread = spread
         self.controller = controller
-        self.scale_bounds = scale_bounds
         self.seed = seed
         self.round_index = round_index
-        self.scales = np.full(num_knobs, first_scale)
-        self.openness = np.zeros(num_knobs)
-        self.rising = np.full(num_knobs, gated)
-        self.risen = np.zeros(num_knobs)
-        self.fallen = np.zeros(num_knobs)
-        self.state = controller.init(num_knobs) if controller is not None else None
+        self.scales = np.full(num_knobs + len(panel), first_scale)
+        self.scales[num_knobs:] = 1.0
+        self.is_lr = np.arange(len(self.scales)) < num_knobs
+        self._set_limits(panel.bounds)
+        self.openness = np.zeros(len(self.scales))
+        self.rising = np.full(len(self.scales), gated) & self.is_lr
+        self.risen = np.zeros(len(self.scales))
+        self.fallen = np.zeros(len(self.scales))
+        self.state: Any = None
+        self.panel_state: Any = None
+        self._init_controllers()
         self._fan_out()
 
+    def _set_limits(self, bounds: Sequence[tuple[float, float]]) -> None:
+        limits = [self.scale_bounds] * self.num_lrs + [(math.exp(low), math.exp(high)) for low, high in bounds]
+        self.low, self.high = (np.array(side) for side in zip(*limits, strict=True))
+
+    def set_bounds(self, bounds: Sequence[tuple[float, float]]) -> None:
+        """Bounds of the panel's positions, where knobs start from another value than was thought."""
+        self._set_limits(bounds)
+        self._fan_out()
+
+    def _init_controllers(self) -> None:
+        if self.controller is not None:
+            self.state = self.controller.init(self.num_lrs)
+        if self.panel.controller is not None:
+            self.panel_state = self.panel.controller.init(len(self.scales))
+
     def _fan_out(self) -> None:
-        self.multipliers: FloatArray = fan_out(
+        if not len(self.panel):
+            self.multipliers: FloatArray = fan_out(
+                self.num_replicas,
+                self.spread,
+                seed=self.seed,
+                round_index=self.round_index,
+                num_knobs=self.num_lrs,
+            )
+            return
+        spreads = np.array([*[self.spread] * self.num_lrs, *self.panel.spreads])
+        # What does not spread takes no column: it would be one less for the others to be orthogonal in.
+        places = np.zeros((len(self.scales), self.num_replicas))
+        places[spreads > 0] = assign(
             self.num_replicas,
-            self.spread,
+            int((spreads > 0).sum()),
             seed=self.seed,
             round_index=self.round_index,
-            num_knobs=len(self.scales),
+            balanced=self.panel.balanced,
         )
+        offsets = spreads[:, None] * places
+        # A knob at its bound is explored to one side only; the least squares sees where replicas really are.
+        base = np.log(self.scales)[:, None]
+        inside = np.clip(base + offsets, np.log(self.low)[:, None], np.log(self.high)[:, None]) - base
+        self.multipliers = 1.0 + np.where(self.is_lr[:, None], offsets, inside)
+
+    def positions(self, replica: int | None = None) -> FloatArray:
+        """Where the panel's knobs stand on a replica; None for their base."""
+        base: FloatArray = np.log(self.scales[self.num_lrs :])
+        return base if replica is None else base + self.multipliers[self.num_lrs :, replica] - 1.0
 
     def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None) -> dict[str, Any]:
-        """Let the controller move the scales; returns what it looked at."""
-        if self.controller is None:
-            return {}
-        self.state, decision = self.controller.update(
-            self.state, Evidence(losses, self.multipliers, slopes, self.risen)
-        )
-        self.scales = np.clip(self.scales * decision.factors, *self.scale_bounds)
-        self.fallen = np.maximum(self.fallen - np.log(decision.factors), 0.0)
+        """Let the controllers move the scales; returns what they looked at, the panel's under ``"panel"``."""
+        info: dict[str, Any] = {}
+        factors = np.ones_like(self.scales)
+        lrs = slice(0, self.num_lrs)
         # A controller without an opinion on the warm-up lets it through.
-        self.openness = np.ones_like(self.scales) if decision.openness is None else decision.openness
-        return dict(decision.info)
+        self.openness = np.ones_like(self.scales)
+        if self.controller is not None:
+            self.state, decision = self.controller.update(
+                self.state, Evidence(losses, self.multipliers[lrs], slopes, self.risen[lrs])
+            )
+            factors[lrs] = decision.factors
+            if decision.openness is not None:
+                self.openness[lrs] = decision.openness
+            info = dict(decision.info)
+        if self.panel.controller is not None:
+            self.panel_state, decision = self.panel.controller.update(
+                self.panel_state, Evidence(losses, self.multipliers)
+            )
+            moved = np.array([*[self.panel.moves_lrs] * self.num_lrs, *self.panel.adapted])
+            factors[moved] = decision.factors[moved]
+            info["panel"] = dict(decision.info)
+        self.scales = np.clip(self.scales * factors, self.low, self.high)
+        self.fallen = np.where(self.is_lr, np.maximum(self.fallen - np.log(factors), 0.0), 0.0)
+        return info
 
     def rise(self, log_ratios: FloatArray) -> None:
         """Eq. 13, step by step: the schedule moves by exp(log_ratios); take back what the evidence does not support.
@@ -89,7 +180,7 @@ class Steering:
         """
         self.rising = self.rising & (log_ratios >= 0)
         unsupported = np.where(self.rising, log_ratios * (1 - self.openness), 0.0)
-        self.scales = np.clip(self.scales * np.exp(-unsupported), *self.scale_bounds)
+        self.scales = np.clip(self.scales * np.exp(-unsupported), self.low, self.high)
         self.risen = self.risen + np.where(self.rising, log_ratios - unsupported, 0.0)
 
     def wants_new_anchor(self) -> bool:
@@ -105,14 +196,13 @@ class Steering:
         return True
 
     def cut(self, factor: float) -> None:
-        """After a rollback: lower all scales, and forget the evidence that led there."""
-        self.scales = np.clip(self.scales * factor, *self.scale_bounds)
+        """After a rollback: lower all learning rates, and forget the evidence that led there."""
+        self.scales = np.clip(np.where(self.is_lr, self.scales * factor, self.scales), self.low, self.high)
         self._forget()
 
     def _forget(self) -> None:
         self.openness = np.zeros_like(self.openness)
-        if self.controller is not None:
-            self.state = self.controller.init(len(self.scales))
+        self._init_controllers()
 
     def next_round(self) -> None:
         self.round_index += 1
@@ -130,22 +220,26 @@ class Steering:
             "risen": self.risen.tolist(),
             "fallen": self.fallen.tolist(),
             "controller": pack_state(self.state) if self.controller is not None else {},
+            "panel": {
+                "names": list(self.panel.names),
+                "controller": pack_state(self.panel_state) if self.panel.controller is not None else {},
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. A state that cannot be used raises ValueError and changes nothing."""
         num_knobs = len(self.scales)
+        names = list(state["panel"]["names"])
+        if names != list(self.panel.names):
+            raise ValueError(f"knobs must be those of the state, {names}, but got {list(self.panel.names)}")
         scales = _finite(state, "scales", num_knobs)
         openness = _finite(state, "openness", num_knobs)
         rising = _finite(state, "rising", num_knobs).astype(bool)
         if not (scales > 0).all():
             raise ValueError(f"scales must be positive, but got {state['scales']!r}")
         risen, fallen = _finite(state, "risen", num_knobs), _finite(state, "fallen", num_knobs)
-        controller_state = self.state
-        if self.controller is not None:
-            fresh = self.controller.init(num_knobs)
-            # A checkpoint of a run without a controller has nothing for it, so it starts fresh.
-            controller_state = unpack_state(state["controller"], fresh) if state["controller"] else fresh
+        controller_state = _controller_state(self.controller, state["controller"], self.num_lrs)
+        panel_state = _controller_state(self.panel.controller, state["panel"]["controller"], num_knobs)
         seed, round_index = state["seed"], state["round"]
         for name, value in (("seed", seed), ("round", round_index)):
             if not isinstance(value, int) or value < 0:
@@ -153,8 +247,16 @@ class Steering:
         self.seed, self.round_index = seed, round_index
         self.scales, self.openness, self.rising = scales, openness, rising
         self.risen, self.fallen = risen, fallen
-        self.state = controller_state
+        self.state, self.panel_state = controller_state, panel_state
         self._fan_out()
+
+
+def _controller_state(controller: Controller | None, packed: Mapping[str, Any], num_knobs: int) -> Any:
+    if controller is None:
+        return None
+    fresh = controller.init(num_knobs)
+    # A checkpoint of a run without a controller has nothing for it, so it starts fresh.
+    return unpack_state(packed, fresh) if packed else fresh
 
 
 def _finite(state: Mapping[str, Any], name: str, size: int) -> FloatArray:

@@ -23,10 +23,11 @@ def check_controller(
 ) -> None:
     """Raise AssertionError with the first rule of the contract that a controller breaks.
 
-    The rules: an update is a pure function; the state is a NamedTuple of float arrays of shape (K,) that survives
-    saving; factors are positive and finite, one for each knob; openness is None or in [0, 1]; info holds tuples of
-    floats; neither the order of the replicas nor a constant added to all losses matters; reordering the knobs reorders
-    the decision; losses and slopes that are not finite never do harm, and a round that shows nothing moves nothing.
+    The rules: an update is a pure function; the state is a NamedTuple of float arrays, each dimension 1 or K long, that
+    survives saving; factors are positive and finite, one for each knob; openness is None or in [0, 1]; info holds
+    tuples of floats; neither the order of the replicas nor a constant added to all losses matters; reordering the knobs
+    reorders the decision; losses and slopes that are not finite never do harm, and a round that shows nothing moves
+    nothing.
 
     Args:
         make: returns a new controller; called several times.
@@ -121,8 +122,9 @@ def _check_state(state: Any, num_knobs: int) -> None:
     is_named = isinstance(state, tuple) and hasattr(state, "_fields")
     _require(is_named, f"the state must be a NamedTuple, but got {type(state).__name__}")
     for name, value in state._asdict().items():
-        is_array = isinstance(value, np.ndarray) and value.shape == (num_knobs,) and value.dtype == np.float64
-        _require(is_array, f"state field {name!r} must be a float64 array of shape ({num_knobs},), but got {value!r}")
+        is_array = isinstance(value, np.ndarray) and value.dtype == np.float64
+        fits = is_array and all(size in (1, num_knobs) for size in value.shape)
+        _require(fits, f"state field {name!r} must be a float64 array of sizes 1 or {num_knobs}, but got {value!r}")
         _require(bool(np.isfinite(value).all()), f"state field {name!r} must stay finite, but got {value!r}")
 
 

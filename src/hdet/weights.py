@@ -56,12 +56,16 @@ class Weights:
         """Of whole parameters: the shards of one need not be of equal size."""
         return shape_digest(self.averaged())
 
-    def average(self, healthy: BoolArray, *, step: int) -> float:
-        """Eq. 3. Returns the largest distance of a healthy replica from the mean."""
-        distance = mean_(self.local().values(), self.replicas, healthy.tolist(), self._buffers).item()
+    def average(self, healthy: BoolArray, *, step: int, share: float = 1.0) -> float:
+        """Eq. 3. Returns the largest distance of a healthy replica from the mean; ``share``: what this one counts."""
+        distance = mean_(self.local().values(), self.replicas, healthy.tolist(), self._buffers, share=share).item()
         distances = self.replicas.gather([distance], step=step)[:, 0]
         self._trainable = self._requiring_grad()
         return float(distances[healthy].max())
+
+    def average_also(self, tensors: list[Tensor], healthy: BoolArray) -> None:
+        """The mean of other tensors, such as an optimizer's state."""
+        mean_([memory_view(t) for t in tensors], self.replicas, healthy.tolist(), self._buffers)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from hdet.controllers.base import Controller, Decision, Evidence
 from hdet.controllers.evidence import EvidenceController
 from hdet.controllers.hold import Hold
+from hdet.controllers.joint import JointController
 from hdet.controllers.paper import PaperController
 
-__all__ = ["Controller", "Decision", "Evidence", "EvidenceController", "Hold", "PaperController"]
+__all__ = ["Controller", "Decision", "Evidence", "EvidenceController", "Hold", "JointController", "PaperController"]

@@ -43,7 +43,7 @@ class Decision(NamedTuple):
 
 
 class Controller(Protocol):
-    """A pure function of its state and the evidence; the state is a NamedTuple of arrays of shape (K,)."""
+    """A pure function of its state and the evidence; the state is a NamedTuple of arrays."""
 
     def init(self, num_knobs: int) -> Any: ...
 
@@ -67,7 +67,7 @@ def unpack_state(packed: Mapping[str, Any], like: Any) -> Any:
         array = np.asarray(packed[name], dtype=np.float64)
         if array.shape != template.shape or not np.isfinite(array).all():
             raise ValueError(
-                f"controller state {name!r} must be {template.shape[0]} finite numbers, but got {packed[name]!r}"
+                f"controller state {name!r} must be finite numbers of shape {template.shape}, but got {packed[name]!r}"
             )
         arrays[name] = array
     return type(like)(**arrays)

@@ -15,13 +15,21 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention under a mask."""
+    """Multi-head self-attention under a mask.
+
+    Attributes:
+        temperature: what attention scores are divided by, beside the square root of the heads' width.
+        normalise: whether queries and keys have unit variance; only then is the temperature more than a scale of
+            weights.
+    """
 
     def __init__(self, width: int, num_heads: int, *, bias: bool) -> None:
         super().__init__()
         if width % num_heads:
             raise ValueError(f"num_heads ({num_heads}) must divide width ({width})")
         self.num_heads = num_heads
+        self.temperature = 1.0
+        self.normalise = False
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
 
@@ -31,7 +39,9 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(sequences, positions, 3, self.num_heads, width // self.num_heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
         # Spelled out: the fused attention kernels have no batching rule, so vmap would run them model by model.
-        scores = (query * (1 / math.sqrt(query.shape[-1]))) @ key.transpose(-1, -2)
+        if self.normalise:
+            query, key = (F.normalize(heads, dim=-1) * query.shape[-1] ** 0.5 for heads in (query, key))
+        scores = (query * (1 / (math.sqrt(query.shape[-1]) * self.temperature))) @ key.transpose(-1, -2)
         weights = (scores + mask).softmax(-1)
         mixed: Tensor = self.out((weights @ value).transpose(1, 2).reshape(sequences, positions, width))
         return mixed

@@ -66,18 +66,19 @@ def check_one_cycle(a: Mapping[str, Any]) -> None:
         if a["decay"] != "schedule":
             raise ValueError(f"decay={a['decay']!r} belongs to the paper's controller; leave it out with signal=")
         return
+    total = a["total_steps"] or (a["epochs"] or 0) * (a["steps_per_epoch"] or 0)
+    acts = "auto-LR" if a["enable_auto_lr"] else "knobs" if a["knobs"] else None
+    if acts is not None and a["auto_lr_warmup_steps"] >= total > 0:
+        raise ValueError(
+            f"auto_lr_warmup_steps must be smaller than the {total} total steps for {acts} to act, but got "
+            f"auto_lr_warmup_steps={a['auto_lr_warmup_steps']}; lower it, e.g. to {total // 5}"
+        )
     if not a["enable_auto_lr"]:
         if a["decay"] != "schedule":
             raise ValueError(
                 f"decay={a['decay']!r} is the decay of the auto-LR phase; set enable_auto_lr=True, or leave decay out"
             )
         return
-    total = a["total_steps"] or (a["epochs"] or 0) * (a["steps_per_epoch"] or 0)
-    if a["auto_lr_warmup_steps"] >= total > 0:
-        raise ValueError(
-            f"auto_lr_warmup_steps must be smaller than the {total} total steps for auto-LR to act, but got "
-            f"auto_lr_warmup_steps={a['auto_lr_warmup_steps']}; lower it, e.g. to {total // 5}"
-        )
     if a["decay"] == "printed" and a["div_factor"] < a["final_div_factor"]:
         raise ValueError(
             'decay="printed" must not grow the learning rate, but Eq. 8 as printed multiplies it by final_div_factor / '
@@ -103,3 +104,22 @@ def check_auto_lr(a: Mapping[str, Any]) -> None:
     every = a["sample_every"]
     check.require("sample_every", "an integer >= 1", every is None or check.whole("sample_every") >= 1)
     check.require("first_scale", "a finite number > 0", a["first_scale"] is None or check.number("first_scale") > 0)
+
+
+def check_explorer(a: Mapping[str, Any]) -> None:
+    """Explorer's arguments."""
+    check = Arguments(a)
+    check.require("interval", "an integer >= 1", check.whole("interval") >= 1)
+    total = a["total_steps"]
+    check.require("total_steps", "an integer >= 1", total is None or check.whole("total_steps") >= 1)
+    check.one_of("assignment", "balanced", "permutation")
+    check.one_of("optimizer_state", "average", "keep", "reset")
+    anchor = a["anchor"]
+    check.require(
+        "anchor",
+        '"start", "round" or a number of rounds >= 1',
+        anchor in ("start", "round") or (check.whole("anchor") >= 1),
+    )
+    check.require("start_steps", "an integer >= 0", check.whole("start_steps") >= 0)
+    check.require("max_rollbacks", "an integer >= 0", check.whole("max_rollbacks") >= 0)
+    check.require("seed", "an integer >= 0", check.whole("seed") >= 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hdet.controllers import Controller
+from hdet.controllers import Controller, JointController
+from hdet.knobs import Knob
+from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_auto_lr
 from hdet.schedulers.face import (
@@ -29,15 +31,20 @@ from hdet.schedulers.face import (
     STATE_VERSION,
     AnchorChoice,
     Device,
+    Gradients,
     RoundFace,
     agree,
     check_version,
+    knob_facts,
+    make_board,
     make_evidence_controller,
     make_loop,
     starts_cold,
+    warn_if_alone,
     write_lr,
 )
 from hdet.signal import Loss
+from hdet.steering import NO_PANEL
 
 
 class AutoLR(RoundFace, LRScheduler):
@@ -77,6 +84,8 @@ class AutoLR(RoundFace, LRScheduler):
         start_steps: steps before the scale may move; default a fiftieth of ``total_steps``.
         hold_share: share of ``total_steps`` at the end in which the scale holds still.
         scale_bounds: the scale stays inside.
+        knobs: of :mod:`hdet.knobs`, to explore beside the learning rate; replicas then differ with either signal.
+        gradients, probe: as in Explorer.
         process_group: the ranks that train this model; default all of them.
         seed: of the private permutations.
 
@@ -114,6 +123,9 @@ class AutoLR(RoundFace, LRScheduler):
         start_steps: int | None = None,
         hold_share: float = HOLD_SHARE,
         scale_bounds: tuple[float, float] = (1e-6, 1e6),
+        knobs: Sequence[Knob] = (),
+        gradients: Gradients = "shared",
+        probe: Probe | None = None,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
@@ -146,8 +158,11 @@ class AutoLR(RoundFace, LRScheduler):
         check_auto_lr(arguments)
         optimizer = schedule.optimizer
         uses_loss = signal == "loss"
-        replicas = find_replicas(optimizer, process_group, spread=spread if uses_loss else 0.0)
-        agree(replicas, arguments, optimizer, model, wait=True)
+        board = make_board(knobs, probe, model, optimizer, gradients)
+        apart = (uses_loss and spread > 0) or gradients == "local" or any(knob.spread for knob in board)
+        replicas = find_replicas(optimizer, process_group, spread=float(apart))
+        agree(replicas, {**arguments, **knob_facts(board, gradients)}, optimizer, model, wait=True)
+        warn_if_alone(board, replicas)
         if uses_loss and replicas.count == 1:
             warnings.warn(
                 'signal="loss" compares replicas, and there is one: training continues with the schedule as it is. '
@@ -190,6 +205,9 @@ class AutoLR(RoundFace, LRScheduler):
             rollback=rollback,
             max_rollbacks=max_rollbacks,
             snapshot_device=snapshot_device,
+            board=board,
+            panel=board.panel(JointController() if any(k.adapt for k in board) else None) if len(board) else NO_PANEL,
+            gradients=gradients,
         )
         self._attach(optimizer, loop)
         self._refresh()

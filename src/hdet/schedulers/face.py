@@ -5,24 +5,29 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
+from hdet.board import Board
 from hdet.controllers import Controller, EvidenceController
 from hdet.gradient_signal import GradientSignal, default_sample_every
 from hdet.history import RoundRecord
+from hdet.knobs import Knob, LearningRate
+from hdet.outer import OuterStep, StatePolicy
+from hdet.probe import Probe
 from hdet.replicas import Replicas, check_parameters, shape_digest, trained_parameters
 from hdet.rollback import Rollback
 from hdet.rounds import RoundLoop
 from hdet.signal import Loss
 from hdet.snapshot import Snapshot
-from hdet.steering import Steering
+from hdet.steering import NO_PANEL, Panel, Steering
 from hdet.weights import Weights
 
 STATE_VERSION = 1
@@ -38,6 +43,7 @@ FIRST_SCALES = {"gradient": 0.03, "loss": 0.2}
 rounds, and no lower than the signal can climb from in a few of them."""
 
 AnchorChoice = Literal["start", "round"] | int
+Gradients = Literal["shared", "local"]
 Device = torch.device | str | None
 
 
@@ -99,6 +105,13 @@ class RoundFace:
         """
         return self._rounds.converged(self.last_epoch)
 
+    def finish(self) -> None:
+        """End the training here: average the weights, and leave every knob at its base value. A collective.
+
+        Not needed where the run ends at ``total_steps``.
+        """
+        self._rounds.finish(self.last_epoch)
+
     @property
     def history(self) -> list[RoundRecord]:
         """One record per finished round, the newest last; the last 1000 are kept."""
@@ -141,8 +154,10 @@ class RoundFace:
 
         def restore_own_lr(_: Optimizer) -> None:
             # torch has restored param_groups from one rank's checkpoint, that rank's learning rate included.
-            if in_charge and (scheduler := this()) is not None:
-                scheduler._refresh()
+            if (scheduler := this()) is not None:
+                if in_charge:
+                    scheduler._refresh()
+                scheduler._rounds.write_knobs(at_base=scheduler._rounds.finished)
 
         def before_step(_: Optimizer, args: Any, kwargs: Any) -> None:
             if (scheduler := this()) is not None:
@@ -150,7 +165,7 @@ class RoundFace:
 
         optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
-        if loop.anchor is not None or loop.rollback is not None:
+        if loop.anchor is not None or loop.rollback is not None or loop.outer.kind == "nesterov":
             optimizer.register_step_pre_hook(before_step)
 
 
@@ -189,13 +204,20 @@ def make_loop(
     rollback: bool = False,
     max_rollbacks: int = 20,
     snapshot_device: Device = None,
+    board: Board | None = None,
+    panel: Panel = NO_PANEL,
+    gradients: Gradients = "shared",
+    outer: OuterStep | None = None,
+    optimizer_state: StatePolicy = "keep",
 ) -> RoundLoop:
     """A round loop from a scheduler's arguments."""
     num_groups = len(optimizer.param_groups)
     knob_of_group = [0] * num_groups if together else list(range(num_groups))
-    apart = spread > 0 and replicas.count > 1
+    wanted = spread > 0 or gradients == "local" or any(panel.spreads)
+    apart = wanted and replicas.count > 1
+    spread = spread if apart else 0.0
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
-    anchored = signal == "gradient" or (anchor != "round" and apart)
+    anchored = signal == "gradient" or (anchor != "round" and spread > 0)
     kept = Anchor(device=anchor_device, dtype=anchor_dtype) if anchored else None
     gradient = None
     if signal == "gradient":
@@ -205,13 +227,14 @@ def make_loop(
     steering = Steering(
         num_knobs=max(knob_of_group) + 1,
         num_replicas=replicas.count if apart else 1,
-        spread=spread if apart else 0.0,
+        spread=spread,
         controller=controller,
         scale_bounds=scale_bounds,
-        gated=gated and (apart or gradient is not None),
+        gated=gated and (spread > 0 or gradient is not None),
         seed=seed,
         round_index=step // interval,
-        first_scale=first_scale if apart or gradient is not None else 1.0,
+        first_scale=first_scale if spread > 0 or gradient is not None else 1.0,
+        panel=panel,
     )
     return RoundLoop(
         optimizer,
@@ -226,7 +249,68 @@ def make_loop(
         gradient=gradient,
         rollback=Rollback(Snapshot(snapshot_device), max_rollbacks) if rollback and (apart or gradient) else None,
         step=step,
+        apart=apart,
+        board=board or Board(),
+        outer=outer,
+        optimizer_state=optimizer_state,
+        local=(lambda: _without_sync(model)) if gradients == "local" else None,
     )
+
+
+def _without_sync(model: nn.Module | None) -> ExitStack:
+    """Keeps DistributedDataParallel from averaging gradients until it is closed."""
+    stack = ExitStack()
+    for module in model.modules() if model is not None else ():  # it may be inside a compiled one
+        if isinstance(module, DistributedDataParallel):
+            stack.enter_context(module.no_sync())
+    return stack
+
+
+def make_board(
+    knobs: Sequence[Knob], probe: Probe | None, model: nn.Module | None, optimizer: Optimizer, gradients: Gradients
+) -> Board:
+    """The knobs beside a learning rate, checked and bound to what they are written into."""
+    for knob in knobs:
+        if isinstance(knob, LearningRate):
+            raise ValueError(
+                "knobs must not contain LearningRate here: the scheduler explores the learning rate itself"
+            )
+        if not isinstance(knob, Knob):
+            raise TypeError(f"knobs must be made of hdet.knobs, but got {type(knob).__name__}")
+    if gradients not in ("shared", "local"):
+        raise ValueError(f'gradients must be one of "shared", "local", but got gradients={gradients!r}')
+    if probe is not None and not callable(probe):
+        raise TypeError(f"probe must be a function that returns a loss, but got {type(probe).__name__}")
+    if model is None and (probe is not None or gradients == "local"):
+        which = "probe=" if probe is not None else 'gradients="local"'
+        raise ValueError(f"{which} needs model=, the one that is trained, wrapped as it is")
+    board = Board(knobs, probe=probe, model=model)
+    board.bind(optimizer, gradients=gradients)
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        buffers = {id(buffer) for buffer in model.buffers()}
+        sent = [knob.name for knob in knobs if id(knob._get()) in buffers]
+        if sent:
+            raise ValueError(
+                f"knobs must not be buffers that DistributedDataParallel overwrites with rank 0's, but {sent} are; "
+                "construct it with forward_sync_buffers=False (broadcast_buffers=False in older versions)"
+            )
+    return board
+
+
+def warn_if_alone(board: Board, replicas: Replicas) -> None:
+    """Knobs are learned by comparing replicas."""
+    if len(board) and replicas.count == 1:
+        warnings.warn(
+            "knobs are explored by several replicas, and there is one: training continues with every knob as it is. "
+            "Start several with torchrun, and initialise the process group first",
+            stacklevel=3,
+        )
+
+
+def knob_facts(board: Board, gradients: Gradients) -> dict[str, str]:
+    """What replicas must agree about."""
+    has_probe = board.probe is not None
+    return {"gradients": gradients, "probe": str(has_probe), **{f"knob {k.name}": k.facts() for k in board}}
 
 
 def check_version(state: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -12,11 +12,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet.controllers import PaperController
+from hdet.controllers import JointController, PaperController
+from hdet.knobs import Knob, Momentum
+from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_one_cycle
-from hdet.schedulers.face import STATE_VERSION, RoundFace, agree, auto_settings, check_version, make_loop
+from hdet.schedulers.face import (
+    STATE_VERSION,
+    Gradients,
+    RoundFace,
+    agree,
+    auto_settings,
+    check_version,
+    knob_facts,
+    make_board,
+    make_loop,
+    warn_if_alone,
+)
 from hdet.signal import Loss
+from hdet.steering import NO_PANEL
 
 Decay = Literal["schedule", "floor", "printed"]
 
@@ -57,6 +71,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             from the peak or from ``auto_lr_warmup_steps``, whichever is later, to the schedule's ``min_lr`` at the end.
             ``"printed"``: the same towards ``final_div_factor / div_factor`` of the start, as Eq. 8 is printed; refused
             where that would grow the learning rate.
+        knobs: of :mod:`hdet.knobs`, to explore beside the learning rate. Their base values move after
+            ``auto_lr_warmup_steps``, with or without ``enable_auto_lr``.
+        gradients, probe: as in :class:`~hdet.Explorer`.
         lr_scale_bounds: what the controller learned stays inside these multiples of the schedule.
         seed: of the private permutations. The global random state is never touched.
 
@@ -101,6 +118,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         process_group: dist.ProcessGroup | None = None,
         signal: Literal["gradient", "loss"] | None = None,
         decay: Decay = "schedule",
+        knobs: Sequence[Knob] = (),
+        gradients: Gradients = "shared",
+        probe: Probe | None = None,
         lr_scale_bounds: tuple[float, float] = (1e-4, 1e4),
         seed: int = 0,
     ) -> None:
@@ -129,13 +149,20 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             "momentum_of_lr": momentum_of_lr,
             "signal": signal,
             "decay": decay,
+            "knobs": [knob.name for knob in knobs if isinstance(knob, Knob) and knob.adapt],
             "lr_scale_bounds": lr_scale_bounds,
             "seed": seed,
         }
         check_one_cycle(arguments)
-        replicas = find_replicas(optimizer, process_group, spread=ensemble_lr_spread_ratio)
+        if cycle_momentum and any(type(knob) is Momentum for knob in knobs):
+            raise ValueError("knobs must not contain Momentum while the schedule moves it; pass cycle_momentum=False")
+        board = make_board(knobs, probe, model, optimizer, gradients)
+        apart = ensemble_lr_spread_ratio > 0 or gradients == "local" or any(knob.spread for knob in board)
+        replicas = find_replicas(optimizer, process_group, spread=float(apart))
         # Without a spread there is nothing to do together, so nobody waits; the others learn of it all the same.
-        agree(replicas, arguments, optimizer, model, wait=ensemble_lr_spread_ratio > 0 or signal is not None)
+        facts = {**arguments, **knob_facts(board, gradients)}
+        agree(replicas, facts, optimizer, model, wait=apart or signal is not None)
+        warn_if_alone(board, replicas)
         if ensemble_lr_spread_ratio > 0 and replicas.count == 1:
             warnings.warn(
                 f"ensemble_lr_spread_ratio={ensemble_lr_spread_ratio} has no effect with one replica: training "
@@ -185,6 +212,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             scale_bounds=lr_scale_bounds,
             seed=seed,
             step=self.last_epoch,
+            board=board,
+            panel=board.panel(JointController() if any(k.adapt for k in board) else None) if len(board) else NO_PANEL,
+            gradients=gradients,
             **chosen,
         )
         self._warmup_steps = auto_lr_warmup_steps

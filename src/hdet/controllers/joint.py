@@ -1,0 +1,118 @@
+"""The joint controller: one least squares over all knobs, which attributes the losses' differences to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hdet.controllers.base import Decision, Evidence
+from hdet.spread import FloatArray
+
+SEPARATED = 1 - 1e-6
+"""How much of a knob the rounds so far must determine for its slope to count."""
+
+
+PRIOR = 1.0
+"""Observations that the noise is believed to have shown beforehand, at variance 1, which is that of y. Without them a
+few rounds of two replicas that happen to agree would leave no residual, and look certain."""
+
+
+class JointState(NamedTuple):
+    """Sums over replicas and past rounds, old ones weigh less: of x x' (also by squared weight), x y, y y and 1."""
+
+    gram: FloatArray
+    gram_squared: FloatArray
+    moment: FloatArray
+    square: FloatArray
+    freedom: FloatArray
+
+
+class JointController:
+    r"""Eq. 12 for several knobs at once, on slopes from one weighted least squares over the recent rounds.
+
+    In a round, x is how far each replica's knobs are from their mean over replicas, y its loss from the mean loss, in
+    standard deviations of that round's losses. Rounds are added up, an older one with ``smoothing`` times the weight of
+    the next, so that knobs which few replicas cannot tell apart in one round are separated over several, as their
+    assignments change. A knob that is not separated yet stays where it is. With b the slopes and z = b / standard
+    error:
+
+    .. math:: h \leftarrow h + \mathrm{clip}(-\kappa (z - z_0) / 2, -\text{step}, +\text{step}) \quad (12)
+
+    Args:
+        gain: kappa > 0.
+        optimism: z0 >= 0, of each knob or of all: 0 but for the learning rate.
+        smoothing: what a round counts against the next, in [0, 1).
+        step: largest move in a round, > 0, in units of the knob's space.
+    """
+
+    def __init__(
+        self, *, gain: float = 0.1, optimism: float | Sequence[float] = 0.0, smoothing: float = 0.8, step: float = 0.2
+    ) -> None:
+        for name, value in (("gain", gain), ("step", step)):
+            if not 0 < value < np.inf:
+                raise ValueError(f"{name} must be a finite number > 0, but got {name}={value!r}")
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing must be in [0, 1), but got smoothing={smoothing!r}")
+        self.gain, self.smoothing, self.step = gain, smoothing, step
+        self.optimism = np.asarray(optimism, dtype=np.float64)
+        if not ((self.optimism >= 0) & (self.optimism < np.inf)).all():
+            raise ValueError(f"optimism must be finite and >= 0, but got optimism={optimism!r}")
+
+    def init(self, num_knobs: int) -> JointState:
+        if self.optimism.ndim and self.optimism.shape != (num_knobs,):
+            raise ValueError(
+                f"optimism must be one number or one for each of {num_knobs} knobs, but got {self.optimism.size}"
+            )
+        square = np.zeros((num_knobs, num_knobs))
+        return JointState(square, square.copy(), np.zeros(num_knobs), np.zeros(1), np.zeros(1))
+
+    def update(self, state: JointState, evidence: Evidence) -> tuple[JointState, Decision]:
+        finite = np.isfinite(evidence.losses)
+        keep = self.smoothing if finite.sum() > 1 else 1.0
+        x = evidence.multipliers[:, finite]
+        y = evidence.losses[finite]
+        if len(y):
+            x, y = x - x.mean(axis=1, keepdims=True), y - y.mean()
+        # Differences shrink by orders of magnitude as training proceeds: by their own size, or the first rounds, which
+        # ask for speed and for nothing else, would outweigh all later ones.
+        size = np.sqrt(y @ y / max(len(y) - 1, 1))
+        if size > 0:
+            y = y / size
+        gram = x @ x.T
+        new = JointState(
+            keep * state.gram + gram,
+            keep**2 * state.gram_squared + gram,
+            keep * state.moment + x @ y,
+            keep * state.square + y @ y,
+            keep * state.freedom + max(len(y) - 1, 0),
+        )
+        slope, error = fit(new)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            z = np.nan_to_num(slope / error, nan=0.0, posinf=1e6, neginf=-1e6)
+        known = np.isfinite(slope) & np.isfinite(error)
+        z = np.where(known, z, np.nan)
+        seen = known & (size > 0)  # losses that do not differ show nothing
+        move = np.where(seen, np.clip(-self.gain * (z - self.optimism) / 2, -self.step, self.step), 0.0)
+        info = {
+            "slope": tuple(slope.tolist()),
+            "standard_error": tuple(error.tolist()),
+            "z": tuple(z.tolist()),
+        }
+        return new, Decision(np.exp(move), info)
+
+
+def fit(state: JointState) -> tuple[FloatArray, FloatArray]:
+    """Slopes and standard errors; both NaN for a knob that is not separated."""
+    scale = np.sqrt(np.diag(state.gram))
+    scale[scale == 0] = 1.0
+    inverse = np.linalg.pinv(state.gram / np.outer(scale, scale), rcond=1e-9, hermitian=True) / np.outer(scale, scale)
+    separated = np.diag(inverse @ state.gram) >= SEPARATED
+    slope = inverse @ state.moment
+    # With weights w and equal noise, the weighted residuals expect sigma^2 (sum w - tr(G^-1 sum w^2 x x')).
+    freedom = max(state.freedom[0] - np.trace(inverse @ state.gram_squared), 0.0)
+    residual = max(state.square[0] - state.moment @ slope, 0.0)
+    variance = (residual + PRIOR) / (freedom + PRIOR)
+    error = np.sqrt(np.maximum(variance * np.diag(inverse @ state.gram_squared @ inverse), 0.0))
+    return np.where(separated, slope, np.nan), np.where(separated, error, np.nan)
