@@ -1,6 +1,7 @@
 """What AutoLR costs a step: a GPT of 124M parameters under the plain schedule, with the gradient and the loss signal.
 
     python benchmarks/step_cost.py                       # on a GPU: bf16, fused AdamW, 8 sequences of 1024 tokens
+    python benchmarks/step_cost.py --compile             # the model compiled; counts compiled graphs
     python benchmarks/step_cost.py --layers 2 --width 64 --context 64 --device cpu
 
 Variants take turns within one process, so that their ratio does not depend on a moment of the machine. The loss signal
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -63,11 +65,12 @@ class Trainer:
         schedule = OneCycleLR(self.optimizer, 3e-4, 100_000)
         self.scheduler: Any = wrap(schedule) if wrap else schedule
         self.plain = wrap is None
+        self.forward: Any = torch.compile(self.model) if shape["compile"] else self.model
         self.tokens = torch.randint(vocabulary, (self.batch, shape["context"] + 1), device=device)
 
     def step(self) -> None:
         with torch.autocast(self.device.split(":")[0], dtype=torch.bfloat16):
-            loss = next_token_loss(self.model, self.tokens)
+            loss = next_token_loss(self.forward, self.tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.scheduler.step() if self.plain else self.scheduler.step(loss)
@@ -85,13 +88,14 @@ def measure(shape: dict[str, int], device: str, rounds: int, variants: list[str]
         "gradient, T = 200": lambda s: AutoLR(s, signal="gradient", interval=200, rollback=False),
         "loss": lambda s: AutoLR(s, signal="loss", interval=10**6, rollback=False),
     }
-    trainers, memory = {}, {}
+    trainers, memory, graphs = {}, {}, {}
     for name in variants:
-        before = _allocated(device)
+        before, compiled = _allocated(device), _num_graphs()
         trainers[name] = Trainer(shape, device, wraps[name])
         for _ in range(2 * INTERVAL + 1):
             trainers[name].step()
-        memory[name] = _allocated(device) - before
+        memory[name], graphs[name] = _allocated(device) - before, _num_graphs() - compiled
+    compiled = _num_graphs()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, trainer in trainers.items():
@@ -108,6 +112,12 @@ def measure(shape: dict[str, int], device: str, rounds: int, variants: list[str]
         **converge,
         "parameters": num_parameters,
         "plain, ms a step": round(base / INTERVAL * 1e3, 2),
+        "tokens a second": {
+            name: round(INTERVAL * trainers[name].tokens[:, 1:].numel() / statistics.median(times))
+            for name, times in seconds.items()
+        },
+        "compiled graphs, at first": graphs,
+        "compiled graphs, later": _num_graphs() - compiled,
         "ratio": {
             name: round(statistics.median(b / a for a, b in zip(seconds["plain"], times, strict=True)), 4)
             for name, times in seconds.items()
@@ -130,6 +140,10 @@ def _measure_converge(trainer: Trainer, device: str) -> dict[str, float]:
             seconds[name].append(time.perf_counter() - started)
     ours, raw = (statistics.median(seconds[name]) for name in ("ours", "raw"))
     return {"converge, s": round(ours, 3), "raw all-reduce, s": round(raw, 3), "converge / raw": round(ours / raw, 2)}
+
+
+def _num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _allocated(device: str) -> int:
@@ -156,13 +170,17 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     shape = {
         "num_layers": args.layers, "width": args.width, "num_heads": args.heads, "context": args.context,
         "vocabulary": args.vocabulary, "batch": args.batch,
+        "compile": int(args.compile),
     }  # fmt: skip
     one = measure(shape, args.device, args.rounds, ["plain", "gradient", "gradient + rollback", "gradient, T = 200"])
     print("one process:", json.dumps(one), flush=True)
+    if args.compile:
+        return
     two = launch(measure, 2, shape, args.device, args.rounds, ["plain", "loss"], timeout_s=300)[0]
     print("two processes:", json.dumps(two))
 

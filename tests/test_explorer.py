@@ -414,15 +414,17 @@ def _places(count: int, spreads: Any, index: int, *, balanced: bool) -> Any:
 
 # -- resuming -------------------------------------------------------------------------------------------------------
 
+# Moves in every round, however small the evidence.
+EAGER: dict[str, Any] = {"controller": JointController(doubt=0.0)}
 RESUMES: dict[str, tuple[dict[str, Any], int]] = {
-    "local, average": ({"gradients": "local", "optimizer_state": "average"}, 8),
-    "local, reset": ({"gradients": "local", "optimizer_state": "reset", "outer": "nesterov"}, 12),
-    "local, weighted": ({"gradients": "local", "optimizer_state": "average", "outer": "weighted"}, 4),
-    "local, nesterov": ({"gradients": "local", "optimizer_state": "average", "outer": "nesterov"}, 8),
+    "local, average": ({**EAGER, "gradients": "local", "optimizer_state": "average"}, 8),
+    "local, reset": ({**EAGER, "gradients": "local", "optimizer_state": "reset", "outer": "nesterov"}, 12),
+    "local, weighted": ({**EAGER, "gradients": "local", "optimizer_state": "average", "outer": "weighted"}, 4),
+    "local, nesterov": ({**EAGER, "gradients": "local", "optimizer_state": "average", "outer": "nesterov"}, 8),
     "local, no knobs": ({"names": (), "probe": False, "gradients": "local", "adam": False}, 8),
-    "before the first step": ({"gradients": "local", "optimizer_state": "average"}, 0),
-    "shared": ({"names": ("temperature",), "probe": False}, 8),
-    "shared, probe": ({"names": ("weight_decay", "temperature")}, 12),
+    "before the first step": ({**EAGER, "gradients": "local", "optimizer_state": "average"}, 0),
+    "shared": ({**EAGER, "names": ("temperature",), "probe": False}, 8),
+    "shared, probe": ({**EAGER, "names": ("weight_decay", "temperature")}, 12),
     "shared, with learning rate": ({"names": ("learning_rate", "temperature"), "probe": False}, 8),
     "auto, gradient": ({"face": "auto", "names": ("weight_decay", "temperature")}, 8),
     "auto, loss": ({"face": "auto", "signal": "loss", "names": ("weight_decay", "temperature")}, 8),

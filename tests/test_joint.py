@@ -99,14 +99,16 @@ def test_it_matches_the_oracle_in_every_round(
 ) -> None:
     rounds = simulate([0.5, -1.0, 0.0][:num_knobs], num_replicas, 9, missing=missing, seed=num_knobs)
     optimism = [0.5, 0.0, 0.2][:num_knobs]
-    controller = JointController(gain=0.03, optimism=optimism, smoothing=smoothing, step=0.07)
+    controller = JointController(gain=0.03, optimism=optimism, doubt=0.7, smoothing=smoothing, step=0.07)
     for index, (fit, z, move) in enumerate(walk(controller, rounds)):
         expected = oracle(rounds[: index + 1], smoothing)
         assert_allclose(fit.slope, expected.slope, rtol=1e-6, atol=1e-9)
         assert_allclose(fit.error, expected.error, rtol=1e-6, atol=1e-9)
         known = np.isfinite(expected.error) & (np.isfinite(rounds[index].losses).sum() > 1)
         assert_allclose(z[known], (expected.slope / expected.error)[known], rtol=1e-5, atol=1e-7)
-        rule = np.clip(-0.03 * (expected.slope / expected.error - optimism) / 2, -0.07, 0.07)
+        against = expected.slope / expected.error - optimism
+        shrunk = np.where(against > 0.7, against - 0.7, np.where(against < -0.7, against + 0.7, 0.0))
+        rule = np.clip(-0.03 * shrunk / 2, -0.07, 0.07)
         assert_allclose(move, np.where(known, rule, 0.0), rtol=1e-5, atol=1e-8)
 
 
@@ -217,6 +219,7 @@ def test_a_state_of_another_number_of_knobs_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        ({"doubt": -1.0}, r"doubt must be a finite number >= 0, but got doubt=-1.0"),
         ({"gain": 0.0}, r"gain must be a finite number > 0, but got gain=0.0"),
         ({"gain": math.nan}, r"gain must be a finite number > 0, but got gain=nan"),
         ({"step": -1.0}, r"step must be a finite number > 0, but got step=-1.0"),

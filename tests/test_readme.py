@@ -39,6 +39,7 @@ def test_the_python_blocks_run_in_order() -> None:
     names: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="ensemble_lr_spread_ratio=.* has no effect with one replica")
+        warnings.filterwarnings("ignore", message="Explorer compares replicas, and there is one")
         for block in _blocks("python"):
             exec(compile(block, "README.md", "exec"), names)
     assert names["scheduler"].last_epoch == names["total_steps"]

@@ -35,27 +35,36 @@ class JointController:
     In a round, x is how far each replica's knobs are from their mean over replicas, y its loss from the mean loss, in
     standard deviations of that round's losses. Rounds are added up, an older one with ``smoothing`` times the weight of
     the next, so that knobs which few replicas cannot tell apart in one round are separated over several, as their
-    assignments change. A knob that is not separated yet stays where it is. With b the slopes and z = b / standard
-    error:
+    assignments change. A knob that is not separated yet stays where it is. With b the slopes, z = b / standard error,
+    and z' what of z - z0 is beyond doubt:
 
-    .. math:: h \leftarrow h + \mathrm{clip}(-\kappa (z - z_0) / 2, -\text{step}, +\text{step}) \quad (12)
+    .. math:: h \leftarrow h + \mathrm{clip}(-\kappa z' / 2, -\text{step}, +\text{step}) \quad (12)
 
     Args:
         gain: kappa > 0.
         optimism: z0 >= 0, of each knob or of all: 0 but for the learning rate.
+        doubt: standard errors, >= 0, that move nothing: noise alone would have a knob wander through its range.
         smoothing: what a round counts against the next, in [0, 1).
         step: largest move in a round, > 0, in units of the knob's space.
     """
 
     def __init__(
-        self, *, gain: float = 0.1, optimism: float | Sequence[float] = 0.0, smoothing: float = 0.8, step: float = 0.2
+        self,
+        *,
+        gain: float = 0.15,
+        optimism: float | Sequence[float] = 0.0,
+        doubt: float = 1.0,
+        smoothing: float = 0.8,
+        step: float = 0.2,
     ) -> None:
         for name, value in (("gain", gain), ("step", step)):
             if not 0 < value < np.inf:
                 raise ValueError(f"{name} must be a finite number > 0, but got {name}={value!r}")
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing must be in [0, 1), but got smoothing={smoothing!r}")
-        self.gain, self.smoothing, self.step = gain, smoothing, step
+        if not 0 <= doubt < np.inf:
+            raise ValueError(f"doubt must be a finite number >= 0, but got doubt={doubt!r}")
+        self.gain, self.doubt, self.smoothing, self.step = gain, doubt, smoothing, step
         self.optimism = np.asarray(optimism, dtype=np.float64)
         if not ((self.optimism >= 0) & (self.optimism < np.inf)).all():
             raise ValueError(f"optimism must be finite and >= 0, but got optimism={optimism!r}")
@@ -94,7 +103,9 @@ class JointController:
         known = np.isfinite(slope) & np.isfinite(error)
         z = np.where(known, z, np.nan)
         seen = known & (size > 0)  # losses that do not differ show nothing
-        move = np.where(seen, np.clip(-self.gain * (z - self.optimism) / 2, -self.step, self.step), 0.0)
+        against = np.where(seen, z - self.optimism, 0.0)
+        beyond = np.sign(against) * np.maximum(np.abs(against) - self.doubt, 0.0)
+        move = np.clip(-self.gain * beyond / 2, -self.step, self.step)
         info = {
             "slope": tuple(slope.tolist()),
             "standard_error": tuple(error.tolist()),
