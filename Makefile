@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test lint types format bench clean
+.PHONY: demo test browser lint types format bench docs clean
 
 .venv/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -12,10 +12,16 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/.ready
-	$(BIN)/python -m hdet.lab.demo
+	$(BIN)/hdet demo
 
-test: lint types
+test: lint types browser
 	$(BIN)/python -m pytest
+
+# A test opens a report in a real browser, and is skipped where there is none.
+browser:
+	@command -v chromium >/dev/null 2>&1 || { command -v apt-get >/dev/null 2>&1 && [ "$$(id -u)" = 0 ] && \
+	  { apt-get install -y -qq chromium || { apt-get update -qq && apt-get install -y -qq chromium; }; }; } \
+	  >/dev/null 2>&1 || true
 
 lint: .venv/.ready
 	$(BIN)/ruff check .
@@ -31,5 +37,9 @@ format: .venv/.ready
 bench: .venv/.ready
 	$(BIN)/python benchmarks/overhead.py
 
+docs: .venv/.ready
+	$(BIN)/pip install --quiet -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -222,7 +222,7 @@ def do_temperature(args: argparse.Namespace) -> list[Run]:
 
 def images(run: Run) -> Run:
     """An MLP on 2,000 images, local gradients; test loss of the mean weights."""
-    steps, interval = run["steps"], 50
+    steps, interval = run["steps"], 100
     data = load_task("fashion", data=run["data"])
 
     def rows(index: Tensor) -> tuple[Tensor, Tensor]:

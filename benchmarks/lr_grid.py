@@ -2,6 +2,7 @@
 
     python benchmarks/lr_grid.py shakespeare-gpt --device cuda                     # every method, every start, one seed
     python benchmarks/lr_grid.py feed --device cuda --seeds 0 1 2 --json out.json
+    python benchmarks/lr_grid.py shakespeare-gpt --device cuda --optimizer lion --starts 1e-5 1e-4 1e-3
     python benchmarks/lr_grid.py shakespeare-gpt --device cuda --variant eager:method=gradient,optimism=3
 
 Runs on the lab's stacked engine. A variant is NAME:KEY=VALUE,...; the keys are those of `hdet.lab.sweep.Run` and of its
@@ -22,11 +23,10 @@ from typing import Any
 import torch
 
 from hdet import __version__
+from hdet.lab.recipe import SGD_STARTS, STARTS
 from hdet.lab.sweep import Result, Run, sweep
-from hdet.lab.tasks import load_task
+from hdet.lab.tasks import TASKS, load_task
 
-STARTS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-SGD_STARTS = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0)
 DEFAULTS = (
     "fixed:method=fixed",
     "paper:method=paper,num_replicas=8,spread=0.1111",
@@ -64,10 +64,10 @@ def table(results: list[Result], starts: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=["stdlib-gpt", "shakespeare-gpt", "feed"])
+    parser.add_argument("task", choices=list(TASKS))
     parser.add_argument("--data", default="data", help="folder of the data sets")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--optimizer", default="adam", choices=["adam", "adamw", "sgd"])
+    parser.add_argument("--optimizer", default="adam", choices=["adam", "adamw", "sgd", "lion", "muon"])
     parser.add_argument("--schedule", default="one-cycle")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--starts", type=float, nargs="+")

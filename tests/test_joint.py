@@ -28,14 +28,17 @@ def oracle(rounds: list[Evidence], smoothing: float) -> Fit:
     """Slopes with one intercept a round, and the sandwich's standard errors; NaN where there are none."""
     num_knobs = len(rounds[0].multipliers)
     counted = [e for e in rounds if np.isfinite(e.losses).sum() > 1]
+    sizes: list[float] = []
+    for evidence in counted:
+        variance = float(evidence.losses[np.isfinite(evidence.losses)].var(ddof=1))
+        before = sizes[-1] if sizes else variance
+        sizes.append((before + variance) / 2 if variance > before else max(variance, before / 4))
     rows, targets, weights = [], [], []
-    for age, evidence in enumerate(reversed(counted)):
+    for age, (evidence, size) in enumerate(zip(reversed(counted), reversed(sizes), strict=True)):
         finite = np.isfinite(evidence.losses)
         x = evidence.multipliers[:, finite].T
         rows.append(x - x.mean(axis=0))
-        y = evidence.losses[finite] - evidence.losses[finite].mean()
-        size = evidence.losses[finite].std(ddof=1)
-        targets.append(y / size if size > 0 else y)
+        targets.append((evidence.losses[finite] - evidence.losses[finite].mean()) / math.sqrt(size))
         weights.append(np.full(finite.sum(), smoothing**age))
     nan = np.full(num_knobs, math.nan)
     if not rows:
@@ -59,8 +62,8 @@ def oracle(rounds: list[Evidence], smoothing: float) -> Fit:
         start += n
     residual = (np.eye(len(y)) - hat) @ centred
     freedom = float((w[:, None] * residual**2).sum())
-    # One observation of unit variance beforehand.
-    variance = (float((w * (y - x @ slope) ** 2).sum()) + 1) / (freedom + 1)
+    prior = max(1 - freedom / 4, 0.0)  # as if some of the noise had been seen at variance 1
+    variance = (float((w * (y - x @ slope) ** 2).sum()) + prior) / (freedom + prior)
     error = np.sqrt(variance * np.diag(inverse @ meat @ inverse))
     return Fit(np.where(separated, slope, math.nan), np.where(separated, error, math.nan))
 
@@ -159,9 +162,12 @@ def test_knobs_without_an_effect_have_a_z_of_about_one(num_knobs: int, num_repli
 
 def test_no_round_outweighs_the_others_by_the_size_of_its_losses() -> None:
     rounds = simulate([1.0, -2.0], 4, 8)
-    scaled = [e._replace(losses=e.losses * 10.0**-i) for i, e in enumerate(rounds)]
-    for one, other in zip(walk(JointController(), rounds), walk(JointController(), scaled), strict=True):
-        assert_allclose(one[2], other[2], rtol=1e-6)
+    # Ten early rounds of ten times the size, and of the opposite opinion.
+    early = [e._replace(losses=-10 * e.losses) for e in simulate([1.0, -2.0], 4, 10, seed=1)]
+    *_, (_, alone, _) = walk(JointController(), rounds)
+    *_, (_, after, _) = walk(JointController(), early + rounds)
+    assert np.sign(after).tolist() == np.sign(alone).tolist()
+    assert (np.abs(after) > 1.5).all()
 
 
 def test_moves_follow_the_evidence_and_are_bounded() -> None:

@@ -1,24 +1,25 @@
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 
 import pytest
 
-from hdet.lab import demo
+from hdet import cli
+from hdet.lab import run_folder
 
 
-def test_demo_runs_and_prints_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    demo.main(["--replicas", "2", "--steps", "24"])
-    out = capsys.readouterr().out
-    assert "2 replicas train a GPT" in out
-    assert "HDET, the paper's step 24/24 loss" in out
-    assert "AutoLR, 1/30 step 24/24 loss" in out
-    assert "OneCycleLR step 24/24 loss" in out
-    assert "Rounds; losses and LRs of each replica" in out
-    assert "Validation loss, converged" in out
-
-
-def test_demo_without_rich_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(SystemExit, match=r"pip install 'hdet\[lab\]'"):
-        demo.main([])
+def test_the_demo_trains_compares_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "demo"
+    assert cli.main(["demo", "--replicas", "2", "--steps", "12", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "2 replicas train a GPT" in said
+    assert "OneCycleLR: step 12/12, loss" in said
+    assert "AutoLR: step 12/12, loss" in said
+    assert "validation loss" in said
+    assert f"Report, to be opened in a browser: {out}/report/report.html" in said
+    html = (out / "report" / "report.html").read_text()
+    for method in ("fixed", "gradient"):
+        record = run_folder.read(out / method)
+        assert record.config["lr"] == pytest.approx(1e-4)
+        assert record.status == "done"
+        assert f"<td>{method}, lr 0.0001</td>" in html

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hdet.lab.stacked import StackedModels
-from hdet.lab.stacked_optim import SGD, Adam, StackedOptimizer
+from hdet.lab.stacked_optim import SGD, Adam, Lion, Muon, StackedOptimizer, make_layout
 from hdet.lab.tasks import TextTask, split_rows
+from hdet.lab.tasks.feed_model import FeedModel
 
 RUNS, REPLICAS, STEPS = 2, 3, 5
-Params = list[dict[str, object]]
+Params = list[dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +57,40 @@ def learning_rates(step: int) -> Tensor:
     return (base.T[:, None] * torch.stack([spread, 2 * spread.flip(0)], -1)[None]).double()
 
 
+class ReferenceLion(torch.optim.Optimizer):
+    def __init__(self, groups: Params, weight_decay: float = 0.0) -> None:
+        super().__init__(groups, {"lr": 1.0, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.sub_(group["lr"] * ((0.9 * m + 0.1 * p.grad).sign() + group["weight_decay"] * p))
+                m.copy_(0.99 * m + 0.01 * p.grad)
+
+
+class MuonAndAdam(torch.optim.Optimizer):
+    """Each param group's matrices inside the blocks with Muon, the rest with Adam."""
+
+    def __init__(self, groups: Params) -> None:
+        super().__init__(groups, {"lr": 1.0})
+        self.inner: list[list[torch.optim.Optimizer]] = []
+        for group in self.param_groups:
+            hidden: list[Tensor] = []
+            others: list[Tensor] = []
+            for name, p in zip(group["names"], group["params"], strict=True):
+                (hidden if name.startswith("blocks.") and p.dim() == 2 else others).append(p)
+            muon = [torch.optim.Muon(hidden, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")] if hidden else []
+            self.inner.append([*muon, torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.3)])
+
+    def step(self, closure: Any = None) -> Any:
+        for group, optimizers in zip(self.param_groups, self.inner, strict=True):
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = group["lr"]
+                optimizer.step()
+
+
 OPTIMIZERS: dict[str, tuple[StackedOptimizer, Callable[[Params], torch.optim.Optimizer]]] = {
     "sgd": (SGD(), lambda p: torch.optim.SGD(p, lr=1.0)),
     "momentum": (SGD(momentum=0.9), lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9)),
@@ -65,16 +101,25 @@ OPTIMIZERS: dict[str, tuple[StackedOptimizer, Callable[[Params], torch.optim.Opt
     "adam": (Adam(betas=(0.9, 0.95)), lambda p: torch.optim.Adam(p, betas=(0.9, 0.95))),
     "adam-decay": (Adam(weight_decay=0.1), lambda p: torch.optim.Adam(p, weight_decay=0.1)),
     "adamw": (Adam(weight_decay=0.3, decoupled=True), lambda p: torch.optim.AdamW(p, weight_decay=0.3)),
+    "lion": (Lion(), ReferenceLion),
+    "lion-decay": (Lion(weight_decay=0.3), lambda p: ReferenceLion(p, weight_decay=0.3)),
+    "muon": (Muon(weight_decay=0.3, dtype=torch.float64), MuonAndAdam),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "shared", "max_grad_norm"),
-    [*((name, True, None) for name in OPTIMIZERS), ("momentum", True, 0.05), ("adamw", False, 0.05)],
+    [
+        *((name, True, None) for name in OPTIMIZERS),
+        ("momentum", True, 0.05),
+        ("adamw", False, 0.05),
+        ("muon", False, None),
+    ],
 )
 def test_matches_torch_optim_on_separate_models(
-    task: TextTask, name: str, shared: bool, max_grad_norm: float | None
+    task: TextTask, name: str, shared: bool, max_grad_norm: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # torch's Muon would round to it
     mine, theirs = OPTIMIZERS[name]
     engine = make(task, mine, shared=shared, max_grad_norm=max_grad_norm)
     models: list[list[nn.Module]] = []
@@ -85,7 +130,8 @@ def test_matches_torch_optim_on_separate_models(
         optimizers.append([])
         for model in models[run]:
             named = dict(model.named_parameters())
-            optimizers[run].append(theirs([{"params": [named[n] for n in g]} for g in task.groups(model).values()]))
+            groups = task.groups(model).values()
+            optimizers[run].append(theirs([{"params": [named[n] for n in g], "names": list(g)} for g in groups]))
 
     for step in range(STEPS):
         batch, lrs = stacked_batch(task, step), learning_rates(step)
@@ -114,6 +160,42 @@ def test_matches_torch_optim_on_separate_models(
     means = engine.evaluate([tuple(t[:4] for t in validation), tuple(t[4:] for t in validation)])
     for run in range(RUNS):
         assert task.evaluate(engine.mean_model(run))["loss"] == pytest.approx(means[run].item(), rel=1e-10)
+
+
+def test_muon_in_bfloat16_is_near_torch() -> None:
+    shapes = {"tall": (12, 5), "wide": (5, 12), "tall2": (12, 5), "square": (6, 6)}
+    layout = make_layout(shapes, map(torch.Size, shapes.values()))
+    muon = Muon()
+    sizes = (2, 2, layout[-1].columns.stop)
+    state, moved = muon.init(torch.zeros(sizes), layout), torch.zeros(sizes)
+    assert state["first"].numel() == 0  # every parameter is a hidden matrix
+
+    models = [[[nn.Parameter(torch.zeros(s)) for s in shapes.values()] for _ in range(2)] for _ in range(2)]
+    optimizers = [[torch.optim.Muon(p, 1.0, 0.0, adjust_lr_fn="match_rms_adamw") for p in run] for run in models]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        gradient = torch.randn(sizes, generator=generator)
+        moved -= muon.update(state, gradient, moved, layout)
+        for run in range(2):
+            for replica, parameters in enumerate(models[run]):
+                for slot, p in zip(layout, parameters, strict=True):
+                    p.grad = gradient[run, replica, slot.columns].view(slot.shape)
+                optimizers[run][replica].step()  # type: ignore[no-untyped-call]
+                expected = torch.cat([p.detach().flatten() for p in parameters])
+                torch.testing.assert_close(moved[run, replica], expected, rtol=0, atol=0.02)
+    assert moved.abs().mean() > 0.2
+
+
+def test_muon_leaves_embeddings_outputs_and_vectors_to_adam(task: TextTask) -> None:
+    feed = FeedModel(
+        num_items=5, num_fields=2, num_values=9, num_labels=3, history=4, width=8, num_layers=1, num_heads=2,
+        field_width=2,
+    )  # fmt: skip
+    blocks = {f"blocks.0.{n}.weight" for n in ("attention.qkv", "attention.out", "up", "down")}
+    for model, expected in ((task.build(), blocks), (feed, blocks | {"mlp_in.weight", "mlp_mid.weight"})):
+        named = dict(model.named_parameters())
+        layout = make_layout(named, (p.shape for p in named.values()))
+        assert {slot.name for slot in layout if Muon().is_hidden_matrix(slot)} == expected
 
 
 def test_replicas_stay_on_the_anchor_line(task: TextTask) -> None:
@@ -183,7 +265,7 @@ def test_anchor_moves_for_chosen_runs_only(task: TextTask) -> None:
     assert torch.equal(engine.anchors[1], engine.mean()[1])
 
 
-@pytest.mark.parametrize("name", ["momentum", "adam"])
+@pytest.mark.parametrize("name", ["momentum", "adam", "lion", "muon"])
 def test_a_restored_run_repeats_itself_and_leaves_the_other_alone(task: TextTask, name: str) -> None:
     engine = make(task, OPTIMIZERS[name][0])
 
@@ -208,8 +290,9 @@ def test_a_restored_run_repeats_itself_and_leaves_the_other_alone(task: TextTask
     assert torch.equal(engine.weights[1], after[1])
 
 
-def test_a_broken_run_leaves_the_other_alone(task: TextTask) -> None:
-    healthy, broken = make(task, Adam()), make(task, Adam())
+@pytest.mark.parametrize("optimizer", [Adam(), Muon()])
+def test_a_broken_run_leaves_the_other_alone(task: TextTask, optimizer: StackedOptimizer) -> None:
+    healthy, broken = make(task, optimizer), make(task, optimizer)
     broken.weights[0] = torch.nan
     for step in range(3):
         for engine in (healthy, broken):

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from hdet import AutoLR, OneCycleAutoLR
-from hdet.lab.sweep import Run, schedule_table, sweep
+from hdet.lab.recipe import schedule_table
+from hdet.lab.sweep import Run, sweep
 from hdet.lab.tasks import TextTask
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch

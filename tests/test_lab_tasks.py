@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import gzip
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,26 @@ import torch
 from hdet.lab.gpt import GPT
 from hdet.lab.stacked import StackedModels
 from hdet.lab.stacked_optim import Adam
-from hdet.lab.tasks import FeedTask, Task, TextTask, load_task, shakespeare_gpt, split_rows, stdlib_gpt
+from hdet.lab.tasks import (
+    TASKS,
+    FashionTask,
+    FeedTask,
+    QuadraticTask,
+    Task,
+    TextTask,
+    load_task,
+    shakespeare_gpt,
+    shakespeare_gpt_10m,
+    split_rows,
+    stdlib_gpt,
+)
 from hdet.lab.tasks.base import param_groups
 from hdet.lab.tasks.feed import auc
 from hdet.lab.tasks.feed_data import LIKED, PADDING, WATCHED, WATCHED_LONG
 
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "data"
+DOCS = ROOT / "docs" / "tasks.md"
 SMALL: dict[str, Any] = {
     "context": 8,
     "num_layers": 1,
@@ -23,6 +42,15 @@ SMALL: dict[str, Any] = {
     "batch_rows": 12,
     "num_validation": 20,
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small only wait for each other on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def write_shakespeare(folder: Path) -> None:
@@ -66,15 +94,65 @@ def write_feed(folder: Path, *, num_rows: int = 400, num_users: int = 7, num_ite
     )
 
 
-@pytest.fixture(params=["stdlib-gpt", "shakespeare-gpt", "feed"])
+def write_fashion(folder: Path, *, num_train: int = 40, num_test: int = 10) -> None:
+    random = np.random.default_rng(0)
+    place = folder / "fashion-mnist"
+    place.mkdir()
+    for part, num in (("train", num_train), ("t10k", num_test)):
+        images = random.integers(0, 256, (num, 28, 28)).astype(np.uint8)
+        labels = random.integers(0, 10, num).astype(np.uint8)
+        for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">u4").tobytes()
+            (place / f"{name}.gz").write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def small_fashion(folder: Path, **options: Any) -> FashionTask:
+    write_fashion(folder)
+    return FashionTask(folder, check=False, widths=(4, 8), batch_rows=12, **options)
+
+
+def small_feed(folder: Path) -> Task:
+    write_feed(folder)
+    return FeedTask(folder, batch_rows=12, history=3, width=8)
+
+
+def small_shakespeare(folder: Path, make: Callable[..., Task]) -> Task:
+    write_shakespeare(folder)
+    return make(folder, sha256=None, **SMALL)
+
+
+@cache
+def example_of_the_docs() -> dict[str, Any]:
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    before = dict(TASKS)
+    exec(compile(block, DOCS.name, "exec"), names)
+    TASKS.clear()
+    TASKS.update(before)
+    return names
+
+
+def small_example(folder: Path) -> Task:
+    task: Task = example_of_the_docs()["WaveTask"](batch_rows=12)
+    return task
+
+
+SMALL_TASKS: dict[str, Callable[[Path], Task]] = {
+    "stdlib-gpt": lambda folder: stdlib_gpt(max_bytes=20_000, **SMALL),
+    "shakespeare-gpt": lambda folder: small_shakespeare(folder, shakespeare_gpt),
+    "shakespeare-gpt-10m": lambda folder: small_shakespeare(folder, shakespeare_gpt_10m),
+    "feed": small_feed,
+    "fashion": small_fashion,
+    "quadratic": lambda folder: QuadraticTask(dimension=7, batch_rows=12, num_rows=50),
+    "wave": small_example,
+}
+
+
+@pytest.fixture(params=list(SMALL_TASKS))
 def task(request: pytest.FixtureRequest, tmp_path: Path) -> Task:
-    if request.param == "stdlib-gpt":
-        return stdlib_gpt(max_bytes=20_000, **SMALL)
-    if request.param == "shakespeare-gpt":
-        write_shakespeare(tmp_path)
-        return shakespeare_gpt(tmp_path, sha256=None, **SMALL)
-    write_feed(tmp_path)
-    return FeedTask(tmp_path, batch_rows=12, history=3, width=8)
+    made = SMALL_TASKS[request.param](tmp_path)
+    assert made.name == request.param
+    return made
 
 
 def test_conforms(task: Task) -> None:
@@ -96,8 +174,13 @@ def test_conforms(task: Task) -> None:
     loss = task.loss(model, batch)
     assert loss.shape == ()
     assert torch.isfinite(loss)
-    expected = task.loss(model, task.gather(task.validation_rows)).item()
-    assert task.evaluate(model)["loss"] == pytest.approx(expected, rel=1e-5)
+    figures = task.evaluate(model)
+    assert model.training
+    expected = task.loss(model.eval(), task.gather(task.validation_rows)).item()
+    assert next(iter(figures)) == "loss"
+    assert figures["loss"] == pytest.approx(expected, rel=1e-5)
+    assert task.evaluate(model) == figures
+    assert not model.training
     assert torch.equal(state, torch.random.get_rng_state())
 
 
@@ -115,7 +198,7 @@ def test_replicas_share_one_global_batch(task: Task, num_replicas: int) -> None:
 
 
 def test_loss_of_the_parts_averages_to_the_whole(task: Task) -> None:
-    model = task.build().double()
+    model = task.build().double().eval()  # BatchNorm sees no batch
     parts = [task.loss(model, task.batch(1, replica=r, num_replicas=4)).item() for r in range(4)]
     assert np.mean(parts) == pytest.approx(task.loss(model, task.batch(1)).item(), rel=1e-12)
 
@@ -212,11 +295,113 @@ def test_auc() -> None:
     assert auc(torch.tensor([3.0, 1.0, 2.0, 2.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])) == pytest.approx(0.875)
 
 
-def test_missing_data_and_unknown_task(tmp_path: Path) -> None:
+def test_fashion_reads_idx_files(tmp_path: Path) -> None:
+    task = small_fashion(tmp_path)
+    assert task.num_train == 40
+    assert task.validation_rows.tolist() == list(range(40, 50))
+    content = gzip.decompress((tmp_path / "fashion-mnist" / "t10k-images-idx3-ubyte.gz").read_bytes())
+    images, _ = task.gather(torch.tensor([41]))
+    assert bytes(images.flatten().tolist()) == content[16 + 784 : 16 + 2 * 784]
+    labels = gzip.decompress((tmp_path / "fashion-mnist" / "train-labels-idx1-ubyte.gz").read_bytes())[8:]
+    assert task.gather(torch.arange(40))[1].tolist() == list(labels)
+
+
+def test_fashion_checks_what_it_reads(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte\.gz is missing; get it from https"):
+        FashionTask(tmp_path, download=False)
+    write_fashion(tmp_path)
+    with pytest.raises(ValueError, match="must have the SHA-256 c59f"):
+        FashionTask(tmp_path)
+    path = tmp_path / "fashion-mnist" / "t10k-labels-idx1-ubyte.gz"
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-1]))
+    with pytest.raises(ValueError, match="must hold an IDX array of bytes, but its header says 000008010000000a"):
+        FashionTask(tmp_path, check=False)
+
+
+def test_fashion_shifts_and_mirrors(tmp_path: Path) -> None:
+    task = small_fashion(tmp_path)
+    rows = torch.cat([task.rows(step) for step in range(300)])
+    assert int((rows % 50).max()) == 39  # no test image is trained on
+    assert set((rows // 50).tolist()) == set(range(50))
+    variants = task.gather(3 + 50 * torch.arange(50))[0]
+    plain = variants[0]
+    assert any(torch.equal(v[2:, :-1], plain[:-2, 1:]) and not v[:2].any() for v in variants)  # two down, one left
+    assert torch.equal(variants[25], plain.flip(1))
+    assert len({bytes(v.flatten().tolist()) for v in variants}) == 50
+    unchanged = FashionTask(tmp_path, check=False, augment=False)
+    assert max(int(unchanged.rows(step).max()) for step in range(20)) < 40
+
+
+@pytest.mark.skipif(not (DATA / "fashion-mnist").exists(), reason="data/fashion-mnist is not there")
+def test_fashion_itself() -> None:
+    task = FashionTask(DATA, download=False)
+    assert (task.num_train, len(task.validation_rows)) == (60_000, 10_000)
+    assert task.labels[task.validation_rows].bincount().tolist() == [1000] * 10
+    assert sum(p.numel() for p in task.build().parameters()) == 223_658
+    assert task.loss(task.build(), task.batch(0)).item() == pytest.approx(2.3, abs=1.0)
+
+
+def test_quadratic_is_what_it_says() -> None:
+    task = QuadraticTask(dimension=5, condition=16, noise=0.3, batch_rows=4, num_rows=100)
+    assert task.eigenvalues.tolist() == pytest.approx([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1])
+    draws = task.draws[:-1]
+    assert draws.mean(0).abs().max() < 1e-6
+    assert draws.std(0, correction=0).tolist() == pytest.approx([0.3] * 5)
+    model = task.build(3)
+    offset = (model() - task.optimum).detach()
+    excess = 0.5 * (task.eigenvalues * offset**2).sum().item()
+    assert task.evaluate(model) == pytest.approx({"loss": excess, "distance": offset.norm().item()})
+    rows = torch.tensor([3, 8, 8])
+    task.loss(model, task.gather(rows)).backward()  # type: ignore[no-untyped-call]
+    (theta,) = model.parameters()
+    assert theta.grad is not None
+    torch.testing.assert_close(theta.grad, task.eigenvalues * offset + draws[rows].mean(0))
+    again = QuadraticTask(dimension=5, noise=0.6, num_rows=100)
+    torch.testing.assert_close(again.draws, 2 * task.draws)
+    assert not torch.allclose(QuadraticTask(dimension=5, noise=0.3, num_rows=100, seed=1).draws, task.draws)
+
+
+def test_quadratic_starts_away_from_the_optimum() -> None:
+    for seed in range(3):
+        task = QuadraticTask(dimension=400, num_rows=10, seed=seed)
+        for start in range(3):
+            assert task.evaluate(task.build(start))["distance"] == pytest.approx(800**0.5, rel=0.15)
+
+
+def test_quadratic_arguments() -> None:
+    with pytest.raises(ValueError, match=r"condition must be at least 1 .* but got condition=0\.5 and noise=1\.0"):
+        QuadraticTask(condition=0.5)
+    with pytest.raises(ValueError, match=r"dimension must be at least 1 .* but got dimension=0 and num_rows=65536"):
+        QuadraticTask(dimension=0)
+
+
+def test_ten_million_parameters() -> None:
+    with torch.device("meta"):
+        model = GPT(65, context=256, num_layers=6, width=384, num_heads=6)
+    assert sum(p.numel() for p in model.parameters()) == 10_770_048
+
+
+def test_load_task(tmp_path: Path) -> None:
+    assert set(TASKS) == set(SMALL_TASKS) - {"wave"}, "a new task needs a small instance for the tests"
+    task = load_task("quadratic", dimension=3, batch_rows=5)
+    assert isinstance(task, QuadraticTask)
+    assert (task.batch_rows, len(task.optimum)) == (5, 3)
+    write_shakespeare(tmp_path)
+    large = load_task("shakespeare-gpt-10m", tmp_path, sha256=None, context=8)
+    assert isinstance(large, TextTask)
+    assert (large.context, large.sizes) == (8, {"num_layers": 6, "width": 384, "num_heads": 6})
     with pytest.raises(FileNotFoundError, match=r"log\.npz is missing; the data are KuaiRand-Pure"):
         load_task("feed", tmp_path)
-    with pytest.raises(ValueError, match="task must be one of stdlib-gpt, shakespeare-gpt, feed, but got 'mnist'"):
+    names = "stdlib-gpt, shakespeare-gpt, shakespeare-gpt-10m, feed, fashion, quadratic"
+    with pytest.raises(ValueError, match=f"task must be one of {names}, but got 'mnist'"):
         load_task("mnist")
+
+
+def test_the_example_of_the_docs_trains() -> None:
+    names = example_of_the_docs()
+    assert [result.run for result in names["results"]] == names["runs"]
+    start = names["WaveTask"]().evaluate(names["WaveTask"]().build())["loss"]
+    assert all(result.validation["loss"] < 0.7 * start for result in names["results"])
 
 
 def test_tasks_run_stacked(task: Task) -> None:

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hdet.lab.sweep import Run, schedule_table, sweep
+from hdet.lab.recipe import schedule_table
+from hdet.lab.sweep import Run, sweep
 from hdet.lab.tasks import Batch, split_rows
 from hdet.lab.tasks.base import random_rows
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -69,13 +69,17 @@ def warm_noisy_init(
     whole = math.sqrt(sum(p.double().square().sum().item() for p in chosen.values())) if scope == "model" else 0.0
     num_whole = sum(p.numel() for p in chosen.values())
     for name, p in chosen.items():
-        key = np.random.SeedSequence([seed, replicas.index, *name.encode()]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator(p.device).manual_seed(int(key) % 2**63)
-        noise = torch.randn(
-            p.shape, generator=generator, device=p.device, dtype=torch.promote_types(p.dtype, torch.float32)
-        )
+        noise = unit_noise(p, name, seed=seed, replica=replicas.index)
         if scope == "tensor":
             size = torch.linalg.vector_norm(p, dtype=noise.dtype) / math.sqrt(p.numel())
         else:
             size = torch.tensor(whole / math.sqrt(num_whole), device=p.device)
         p.copy_(p + noise * (nu * size))
+
+
+def unit_noise(parameter: Tensor, name: str, *, seed: int, replica: int) -> Tensor:
+    """A normal(0, 1) draw of a parameter's shape, on its device: a function of seed, replica and name alone."""
+    key = np.random.SeedSequence([seed, replica, *name.encode()]).generate_state(1, np.uint64)[0]
+    generator = torch.Generator(parameter.device).manual_seed(int(key) % 2**63)
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.randn(parameter.shape, generator=generator, device=parameter.device, dtype=dtype)

@@ -14,29 +14,33 @@ SEPARATED = 1 - 1e-6
 """How much of a knob the rounds so far must determine for its slope to count."""
 
 
-PRIOR = 1.0
-"""Observations that the noise is believed to have shown beforehand, at variance 1, which is that of y. Without them a
-few rounds of two replicas that happen to agree would leave no residual, and look certain."""
+ENOUGH = 4.0
+"""Degrees of freedom from which on the residuals alone tell the noise. With fewer, replicas that happen to agree for a
+round or two would leave no residual, and look certain."""
 
 
 class JointState(NamedTuple):
-    """Sums over replicas and past rounds, old ones weigh less: of x x' (also by squared weight), x y, y y and 1."""
+    """Sums over replicas and past rounds, old ones weigh less: of x x' (also by squared weight), x y, y y and 1.
+
+    And ``size``, the recent variance of the losses between replicas.
+    """
 
     gram: FloatArray
     gram_squared: FloatArray
     moment: FloatArray
     square: FloatArray
     freedom: FloatArray
+    size: FloatArray
 
 
 class JointController:
     r"""Eq. 12 for several knobs at once, on slopes from one weighted least squares over the recent rounds.
 
     In a round, x is how far each replica's knobs are from their mean over replicas, y its loss from the mean loss, in
-    standard deviations of that round's losses. Rounds are added up, an older one with ``smoothing`` times the weight of
-    the next, so that knobs which few replicas cannot tell apart in one round are separated over several, as their
-    assignments change. A knob that is not separated yet stays where it is. With b the slopes, z = b / standard error,
-    and z' what of z - z0 is beyond doubt:
+    units of the recent rounds' standard deviation. Rounds are added up, an older one with ``smoothing`` times the
+    weight of the next, so that knobs which few replicas cannot tell apart in one round are separated over several, as
+    their assignments change. A knob that is not separated yet stays where it is. With b the slopes, z = b / standard
+    error, and z' what of z - z0 is beyond doubt:
 
     .. math:: h \leftarrow h + \mathrm{clip}(-\kappa z' / 2, -\text{step}, +\text{step}) \quad (12)
 
@@ -75,7 +79,7 @@ class JointController:
                 f"optimism must be one number or one for each of {num_knobs} knobs, but got {self.optimism.size}"
             )
         square = np.zeros((num_knobs, num_knobs))
-        return JointState(square, square.copy(), np.zeros(num_knobs), np.zeros(1), np.zeros(1))
+        return JointState(square, square.copy(), np.zeros(num_knobs), np.zeros(1), np.zeros(1), np.zeros(1))
 
     def update(self, state: JointState, evidence: Evidence) -> tuple[JointState, Decision]:
         finite = np.isfinite(evidence.losses)
@@ -84,11 +88,12 @@ class JointController:
         y = evidence.losses[finite]
         if len(y):
             x, y = x - x.mean(axis=1, keepdims=True), y - y.mean()
-        # Differences shrink by orders of magnitude as training proceeds: by their own size, or the first rounds, which
-        # ask for speed and for nothing else, would outweigh all later ones.
-        size = np.sqrt(y @ y / max(len(y) - 1, 1))
-        if size > 0:
-            y = y / size
+        # Differences shrink by orders of magnitude as training proceeds: in units of their recent size, or the first
+        # rounds, which ask for speed and for nothing else, would outweigh all later ones.
+        now = y @ y / max(len(y) - 1, 1)
+        size = _next_size(state.size, float(now))
+        if now > 0:
+            y = y / np.sqrt(size)
         gram = x @ x.T
         new = JointState(
             keep * state.gram + gram,
@@ -96,13 +101,14 @@ class JointController:
             keep * state.moment + x @ y,
             keep * state.square + y @ y,
             keep * state.freedom + max(len(y) - 1, 0),
+            size,
         )
         slope, error = fit(new)
         with np.errstate(divide="ignore", invalid="ignore"):
             z = np.nan_to_num(slope / error, nan=0.0, posinf=1e6, neginf=-1e6)
         known = np.isfinite(slope) & np.isfinite(error)
         z = np.where(known, z, np.nan)
-        seen = known & (size > 0)  # losses that do not differ show nothing
+        seen = known & bool(now > 0)  # losses that do not differ show nothing
         against = np.where(seen, z - self.optimism, 0.0)
         beyond = np.sign(against) * np.maximum(np.abs(against) - self.doubt, 0.0)
         move = np.clip(-self.gain * beyond / 2, -self.step, self.step)
@@ -112,6 +118,15 @@ class JointController:
             "z": tuple(z.tolist()),
         }
         return new, Decision(np.exp(move), info)
+
+
+def _next_size(size: FloatArray, now: float) -> FloatArray:
+    """The variance of recent rounds, after one of ``now``. A round that happens to be still lowers it by 4 at most."""
+    if now == 0:
+        return size
+    if size[0] == 0:
+        return np.array([now])
+    return np.where(now > size, (size + now) / 2, np.maximum(now, size / 4))
 
 
 def fit(state: JointState) -> tuple[FloatArray, FloatArray]:
@@ -124,6 +139,8 @@ def fit(state: JointState) -> tuple[FloatArray, FloatArray]:
     # With weights w and equal noise, the weighted residuals expect sigma^2 (sum w - tr(G^-1 sum w^2 x x')).
     freedom = max(state.freedom[0] - np.trace(inverse @ state.gram_squared), 0.0)
     residual = max(state.square[0] - state.moment @ slope, 0.0)
-    variance = (residual + PRIOR) / (freedom + PRIOR)
+    # While few residuals are left to judge by, the noise is taken to be as large as y itself.
+    doubt = max(1 - freedom / ENOUGH, 0.0)
+    variance = (residual + doubt) / (freedom + doubt)
     error = np.sqrt(np.maximum(variance * np.diag(inverse @ state.gram_squared @ inverse), 0.0))
     return np.where(separated, slope, np.nan), np.where(separated, error, np.nan)

@@ -1,196 +1,77 @@
-"""Four replicas on this machine train a small GPT on the source of Python's standard library.
+"""``hdet demo``: four replicas train a small GPT on the source of Python's standard library, from a bad start.
 
-``python -m hdet.lab.demo``. From a good learning rate: torch's OneCycleLR, and the paper's HDET, whose replicas
-disagree about it on purpose. From one 30 times too low: OneCycleLR again, and AutoLR. Two minutes on two cores.
+The learning rate is 30 times too low. First the schedule as it is, then AutoLR around it: under three minutes on two
+cores.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing as mp
-import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import OneCycleLR
+from rich.console import Console
+from rich.table import Table
 
-from hdet import AutoLR, OneCycleAutoLR, RoundRecord
-from hdet.lab.tasks import stdlib_gpt
-from hdet.lab.tasks.base import param_groups
-from hdet.launch import launch
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from hdet.lab.command_line import parse
+from hdet.lab.progress import RunBar
+from hdet.lab.report import write_report
+from hdet.lab.settings import SMALL, Method, Settings
+from hdet.lab.train import Job, prepare, run
 
 TOO_LOW = 30
-PLAIN, HDET = "OneCycleLR", "HDET, the paper's"
-PLAIN_LOW, AUTO_LOW = f"OneCycleLR, 1/{TOO_LOW}", f"AutoLR, 1/{TOO_LOW}"
-RUNS = (PLAIN, HDET, PLAIN_LOW, AUTO_LOW)
-SIZES: dict[str, Any] = {"context": 64, "num_layers": 2, "width": 64, "num_heads": 4, "num_validation": 256}
+RUNS: dict[Method, str] = {"fixed": "OneCycleLR", "gradient": "AutoLR"}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the demo trains with."""
+class DemoOptions:
+    """Train a small GPT from a learning rate 30 times too low: OneCycleLR as it is, then AutoLR around it."""
 
-    steps: int = 300
-    max_lr: float = 3e-3
-    spread: float = 1 / 9
-    interval: int = 20
-    batch_rows: int = 32
-
-
-@dataclass(frozen=True)
-class Result:
-    """One run: the validation loss of the converged weights, seconds it took, and its rounds."""
-
-    loss: float
-    seconds: float
-    history: list[RoundRecord]
+    replicas: int = 4
+    """Processes, each a replica."""
+    steps: int = 500
+    """Optimizer steps of each run."""
+    lr: float = 3e-3
+    """A good learning rate; the runs start from a thirtieth of it."""
+    out: Path | None = None
+    """New folder for the two runs and their report; default runs/demo-TIME."""
 
 
-def train(settings: Settings, name: str, progress: Connection) -> Result:
-    """One replica's part of a run; all replicas return the same loss."""
-    rank, num_replicas = dist.get_rank(), dist.get_world_size()
-    task = stdlib_gpt(max_bytes=1_000_000, batch_rows=settings.batch_rows, **SIZES)
-    model = task.build()
-    ddp = DistributedDataParallel(model)
-    max_lr = settings.max_lr if name in (PLAIN, HDET) else settings.max_lr / TOO_LOW
-    optimizer = torch.optim.Adam(param_groups(task, model), lr=max_lr, betas=(0.9, 0.95))
-    scheduler: AutoLR | OneCycleAutoLR
-    if name == AUTO_LOW:
-        plain = OneCycleLR(optimizer, max_lr, settings.steps, cycle_momentum=False)
-        scheduler = AutoLR(plain, interval=max(1, settings.interval // 4))
-    else:
-        # With spread 0 this is torch's OneCycleLR.
-        scheduler = OneCycleAutoLR(
-            optimizer,
-            max_lr=max_lr,
-            total_steps=settings.steps,
-            cycle_momentum=False,
-            ensemble_lr_spread_ratio=settings.spread if name == HDET else 0.0,
-            model_sync_interval=settings.interval,
-            enable_auto_lr=name == HDET,
-            auto_lr_warmup_steps=settings.steps // 10,
-            loss_scale=0.02,
-        )
-    started = time.perf_counter()
-    for step in range(settings.steps):
-        loss = task.loss(ddp, task.batch(step, replica=rank, num_replicas=num_replicas))
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        scheduler.step(loss)
-        if rank == 0:
-            progress.send((name, step + 1, loss.item()))
-    seconds = time.perf_counter() - started
-    return Result(task.evaluate(model)["loss"], seconds, scheduler.history)
-
-
-def all_runs(settings: Settings, progress: Connection) -> dict[str, Result]:
-    """The runs, one after the other, on each replica."""
-    return {name: train(settings, name, progress) for name in RUNS}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the demo and print its table."""
-    parser = argparse.ArgumentParser(prog="python -m hdet.lab.demo", description=__doc__.split("\n")[0])
-    parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--max-lr", type=float, default=Settings.max_lr)
-    parser.add_argument("--spread", type=float, default=Settings.spread)
-    options = parser.parse_args(arguments)
-    try:
-        from rich.console import Console
-    except ModuleNotFoundError:
-        sys.exit("the demo needs rich for its progress bar and table; install it with: pip install 'hdet[lab]'")
-    settings = Settings(steps=options.steps, max_lr=options.max_lr, spread=options.spread)
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns the exit status."""
+    options = parse(DemoOptions, "demo", arguments)
     console = Console()
+    out = options.out or Path("runs") / f"demo-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    lr = options.lr / TOO_LOW
     console.print(
-        f"{options.replicas} replicas train a GPT on Python's standard library, {settings.steps} steps: learning rates "
-        f"{1 - settings.spread:.2f} to {1 + settings.spread:.2f} times the base, weights averaged every "
-        f"{settings.interval} steps"
+        f"{options.replicas} replicas train a GPT on the source of Python's standard library, {options.steps} steps, "
+        f"from a peak learning rate of {lr:.2g}, {TOO_LOW} times too low: first as it is, then with AutoLR."
     )
-    results = _run(console, settings, options.replicas)
-    console.print(_round_table(results[HDET].history))
-    console.print(_result_table(results))
-    scales = [f"{record.scales[0]:.2g}" for record in results[AUTO_LOW].history]
-    console.print(f"What AutoLR multiplied its schedule by, round by round: {' '.join(scales)}")
-    console.print("Next: the diff of a training loop in README.md, and benchmarks/README.md for measurements.")
+    ends: dict[Method, dict[str, Any]] = {}
+    jobs: dict[Method, Job] = {}
+    for method, name in RUNS.items():
+        settings = Settings(SMALL, method=method, lr=lr, steps=options.steps, interval=max(1, options.steps // 100))
+        jobs[method] = prepare(settings, options.replicas, folder=out / method)
+        with RunBar(console, name, options.steps) as bar:
+            ends[method] = run(jobs[method], bar)
+        if ends[method]["status"] == "stopped":
+            return 130
+    console.print(_table(ends))
+    fixed, auto = (ends[method]["validation"]["loss"] for method in RUNS)
+    if fixed is not None and auto is not None:
+        console.print(f"From the same start AutoLR ends with a validation loss {1 - auto / fixed:.0%} lower.")
+    report = write_report([job.folder for job in jobs.values()], out / "report")
+    console.print(f"Report, to be opened in a browser: {report}", soft_wrap=True)
+    return 0 if all(end["status"] == "done" for end in ends.values()) else 1
 
 
-def _run(console: Console, settings: Settings, num_replicas: int) -> dict[str, Result]:
-    receive, send = mp.get_context("forkserver").Pipe(duplex=False)
-    # Only this process writes to the terminal; the thread ends when the last holder of ``send`` is gone.
-    watcher = threading.Thread(target=_watch, args=(console, receive, settings), daemon=True)
-    watcher.start()
-    try:
-        results = launch(all_runs, num_replicas, settings, send, timeout_s=600.0)
-    finally:
-        send.close()
-        watcher.join(timeout=10.0)
-    first: dict[str, Result] = results[0]
-    return first
-
-
-def _watch(console: Console, receive: Connection, settings: Settings) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = [TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console, disable=not console.is_terminal) as bar:
-        rows = {name: bar.add_task(name, total=settings.steps, start=False, loss="") for name in RUNS}
-        while True:
-            try:
-                name, step, loss = receive.recv()
-            except (EOFError, OSError):
-                return
-            if step == 1:
-                bar.start_task(rows[name])
-            bar.update(rows[name], completed=step, loss=f"loss {loss:.3f}")
-            # A file or a pipe gets a line now and then instead of a bar.
-            if not console.is_terminal and step % max(settings.steps // 6, 1) == 0:
-                console.print(f"{name} step {step}/{settings.steps} loss {loss:.3f}")
-
-
-def _round_table(history: Sequence[RoundRecord]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="Rounds; losses and LRs of each replica")
-    for column in ("step", "losses", "LRs x 1e3", "base LR", "distance"):
-        table.add_column(column, justify="right")
-    for record in history:
-        table.add_row(
-            str(record.step),
-            _row(record.losses, "{:.3f}"),
-            _row([1e3 * value for value in record.values[0]], "{:.2f}"),
-            f"{1e3 * record.base_values[0]:.2f}",
-            f"{record.distance:.3f}",
-        )
+def _table(ends: dict[Method, dict[str, Any]]) -> Table:
+    table = Table(title="At the end")
+    for column in ("run", "validation loss", "seconds"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for method, end in ends.items():
+        loss = end["validation"].get("loss")
+        table.add_row(RUNS[method], "broke" if loss is None else f"{loss:.4f}", f"{end['time_s']:.0f}")
     return table
-
-
-def _result_table(results: dict[str, Result]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="Validation loss, converged")
-    for column in ("run, by peak learning rate", "loss", "seconds"):
-        table.add_column(column, justify="left" if column.startswith("run") else "right")
-    for name, result in results.items():
-        table.add_row(name, f"{result.loss:.4f}", f"{result.seconds:.1f}")
-    return table
-
-
-def _row(numbers: Sequence[Any], form: str) -> str:
-    return " ".join(form.format(number) for number in numbers)
-
-
-if __name__ == "__main__":
-    main()

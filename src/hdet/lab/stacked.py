@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from hdet.lab.stacked_optim import StackedOptimizer
-from hdet.lab.tasks.base import Batch
+from hdet.lab.stacked_buffers import copy_buffers, mean_buffers, stack_buffers
+from hdet.lab.stacked_optim import StackedOptimizer, make_layout
+from hdet.lab.tasks.base import Batch, evaluation_mode
 
 LossFunction = Callable[[Any, Batch], Tensor]
 
@@ -38,7 +39,7 @@ class StackedModels:
 
     Matrix products follow torch's settings: on CUDA, ``torch.set_float32_matmul_precision("high")`` allows TF32.
     Replicas share the gradient, averaged over a run, unless ``shared=False``. Runs never mix: one that turns non-finite
-    leaves the others alone.
+    leaves the others alone. Every replica has its own buffers (BatchNorm statistics).
 
     Args:
         models: one freshly built model per run, all alike; their weights are copied and all replicas start with them.
@@ -49,6 +50,7 @@ class StackedModels:
         shared: average the gradient over the replicas of a run; otherwise each trains alone.
         max_grad_norm: clip the gradient, as ``clip_grad_norm_`` does.
         device, dtype: of the weights.
+        noise: (R, N, parameters) that replicas start away from their model; the anchor does not have it.
         compile: fuse the forward and backward pass with ``torch.compile``.
         graph: capture the step in a CUDA graph at the first call; the shapes of batches must then stay as they are.
     """
@@ -65,6 +67,7 @@ class StackedModels:
         max_grad_norm: float | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        noise: Tensor | None = None,
         compile: bool = False,  # noqa: A002
         graph: bool = False,
     ) -> None:
@@ -76,6 +79,7 @@ class StackedModels:
             raise ValueError(f"groups must name every parameter once, but they differ in {differing or 'repeats'}")
         self.shapes = [parameters[name].shape for name in self.names]
         self.sizes = [shape.numel() for shape in self.shapes]
+        self.layout = make_layout(self.names, self.shapes)
         self.group_names = tuple(groups)
         ends = torch.tensor([sum(parameters[n].numel() for n in names) for names in groups.values()]).cumsum(0).tolist()
         self._columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
@@ -86,10 +90,13 @@ class StackedModels:
         with torch.no_grad():
             starts = torch.stack([self.flatten(dict(m.named_parameters())) for m in models]).to(device, dtype)
             self.weights = starts.unsqueeze(1).repeat(1, num_replicas, 1)
+            if noise is not None:
+                self.weights += noise.to(self.weights)
         self.anchors = starts.clone()
+        self.buffers = stack_buffers(models, self.model, num_replicas)
         per_replica = not shared or optimizer.needs_weights
         self.optimizer = optimizer
-        self.state = optimizer.init(self.weights if per_replica else self.weights[:, :1])
+        self.state = optimizer.init(self.weights if per_replica else self.weights[:, :1], self.layout)
         self._last = {name: tensor.clone() for name, tensor in self._everything().items()}
         self._proven = {name: tensor.clone() for name, tensor in self._everything().items()}
 
@@ -117,19 +124,42 @@ class StackedModels:
 
     def mean_model(self, run: int) -> nn.Module:
         """A model with the mean weights of one run, for a task's ``evaluate``; the same object every time."""
-        with torch.no_grad():
-            values = self.unflatten(self.weights[run].mean(0))
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(values[name])
+        return self._filled_model(self.weights[run].mean(0), mean_buffers(self.buffers), run)
+
+    def replica_model(self, run: int, replica: int) -> nn.Module:
+        """The same with the weights of one replica."""
+        buffers = {name: buffer[:, replica] for name, buffer in self.buffers.items()}
+        return self._filled_model(self.weights[run, replica], buffers, run)
+
+    @torch.no_grad()
+    def _filled_model(self, vector: Tensor, buffers: Mapping[str, Tensor], run: int) -> nn.Module:
+        values = self.unflatten(vector)
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(values[name])
+        copy_buffers(buffers, self.model, run)
         return self.model
 
     @torch.no_grad()
-    def converge(self) -> Tensor:
-        """Eq. 3: every replica to its run's mean. Returns the (R, N) distances from it before."""
+    def converge(self, runs: Tensor | None = None) -> Tensor:
+        """Eq. 3: every replica of all runs, or of those where ``runs`` (R,) is True, to its run's mean.
+
+        Returns the (R, N) distances from it before.
+        """
         mean = self.mean().unsqueeze(1)
         distances: Tensor = torch.linalg.vector_norm(self.weights - mean, dim=-1)
-        self.weights.copy_(mean.expand_as(self.weights))
+        _copy_where(self.weights, mean.expand_as(self.weights), runs)
+        for name, value in mean_buffers(self.buffers).items():
+            _copy_where(self.buffers[name], value.unsqueeze(1).expand_as(self.buffers[name]), runs)
         return distances
+
+    @torch.no_grad()
+    def copy_replicas(self, sources: Tensor) -> None:
+        """Every replica takes weights, buffers and optimizer state from replica ``sources`` (R, N) of its run."""
+        sources = sources.to(self.weights.device)
+        runs = torch.arange(self.num_runs, device=sources.device).unsqueeze(1)
+        for tensor in self._everything().values():
+            if tensor.shape[1] == self.num_replicas:  # what all replicas share needs no copy
+                tensor.copy_(tensor[runs, sources])
 
     @torch.no_grad()
     def set_anchor(self, runs: Tensor | None = None) -> None:
@@ -166,7 +196,9 @@ class StackedModels:
 
     def _step(self, batch: Batch, lrs: Tensor) -> Step:
         flat = self.weights.flatten(0, 1).requires_grad_()
-        losses = self._stacked_losses(flat, tuple(t.flatten(0, 1) for t in batch))
+        # Views, as buffers are contiguous: what the forward pass writes into them stays.
+        buffers = {name: buffer.flatten(0, 1) for name, buffer in self.buffers.items()}
+        losses = self._stacked_losses(flat, buffers, tuple(t.flatten(0, 1) for t in batch))
         (gradients,) = torch.autograd.grad(losses.sum(), flat)
         losses = losses.detach().view(self.num_runs, self.num_replicas)
         with torch.no_grad():
@@ -180,7 +212,7 @@ class StackedModels:
             if self.max_grad_norm is not None:
                 norms = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
                 gradient = gradient * (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
-            update = self.optimizer.update(self.state, gradient, self.weights)
+            update = self.optimizer.update(self.state, gradient, self.weights, self.layout)
             for group, columns in enumerate(self._columns):
                 lr, weights = lrs[..., group, None], self.weights[..., columns]
                 if self.optimizer.decoupled_decay:
@@ -188,23 +220,24 @@ class StackedModels:
                 weights.sub_(lr * update[..., columns])
         return Step(losses, slopes)
 
-    def _losses(self, flat: Tensor, batch: Batch) -> Tensor:
-        def one(parameters: dict[str, Tensor], rows: Batch) -> Tensor:
-            loss: Tensor = functional_call(self._one_loss, parameters, (rows,))
+    def _losses(self, flat: Tensor, buffers: dict[str, Tensor], batch: Batch) -> Tensor:
+        def one(tensors: dict[str, Tensor], rows: Batch) -> Tensor:
+            loss: Tensor = functional_call(self._one_loss, tensors, (rows,))
             return loss
 
-        parameters = {f"model.{name}": value for name, value in self.unflatten(flat).items()}
-        losses: Tensor = vmap(one)(parameters, batch)
+        tensors = {f"model.{name}": value for name, value in (self.unflatten(flat) | buffers).items()}
+        losses: Tensor = vmap(one)(tensors, batch)
         return losses
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """(R,): loss of each run's mean weights over ``batches`` of (rows, ...), the same for all runs."""
-        mean = self.mean()
+        """(R,): loss of each run's mean in evaluation mode over ``batches`` of (rows, ...), the same for all runs."""
+        mean, buffers = self.mean(), mean_buffers(self.buffers)
         total, rows = torch.zeros_like(mean[:, 0]), 0
         for batch in batches:
             repeated = tuple(t.unsqueeze(0).expand(self.num_runs, *t.shape) for t in batch)
-            total += self._losses(mean, repeated) * len(batch[0])
+            with evaluation_mode(self.model):
+                total += self._losses(mean, buffers, repeated) * len(batch[0])
             rows += len(batch[0])
         return total / rows
 
@@ -212,7 +245,7 @@ class StackedModels:
 
     @torch.no_grad()
     def snapshot(self, runs: Tensor | None = None) -> None:
-        """Remember weights and optimizer state of all runs, or of those where the mask ``runs`` (R,) is True."""
+        """Remember weights, buffers and optimizer state of all runs, or of those where ``runs`` (R,) is True."""
         for name, tensor in self._everything().items():
             _copy_where(self._proven[name], self._last[name], runs)
             _copy_where(self._last[name], tensor, runs)
@@ -225,7 +258,8 @@ class StackedModels:
             _copy_where(self._last[name], self._proven[name], runs)
 
     def _everything(self) -> dict[str, Tensor]:
-        return {"weights": self.weights, **self.state}
+        buffers = {f"buffers.{name}": buffer for name, buffer in self.buffers.items()}
+        return {"weights": self.weights, **buffers, **self.state}
 
     def _capture(self, batch: Batch, lrs: Tensor) -> _CapturedStep:
         before = {name: tensor.clone() for name, tensor in self._everything().items()}

@@ -8,27 +8,29 @@ batched computation. Every number comes out of the same :class:`~hdet.steering.S
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch import Tensor, nn
 
 from hdet.controllers import Controller, PaperController
 from hdet.gradient_signal import mean_and_error
 from hdet.guard import Guard, GuardState
+from hdet.lab.recipe import make_optimizer, schedule_table
 from hdet.lab.stacked import StackedModels
-from hdet.lab.stacked_optim import SGD, Adam, StackedOptimizer
-from hdet.lab.tasks.base import Task, split_rows
+from hdet.lab.stacked_inputs import row_table, warm_noise
+from hdet.lab.stacked_optim import StackedOptimizer
+from hdet.lab.tasks.base import Task
 from hdet.rollback import CUT
 from hdet.schedulers.face import FIRST_SCALES, make_evidence_controller
 from hdet.spread import FloatArray
 from hdet.steering import Steering
 
-Method = Literal["fixed", "paper", "loss", "gradient"]
+Method = Literal["fixed", "local", "spread", "anchored", "paper", "loss", "gradient"]
+Checkpoints = Mapping[int, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,18 @@ class Run:
     Attributes:
         lr: peak of the schedule.
         seed: of weights, data order and permutations.
-        method: ``fixed`` schedule, the ``paper``'s controller, or AutoLR with the ``loss`` or ``gradient`` signal.
-        num_replicas: N; 1 for ``fixed`` and ``gradient``, where more would change nothing.
+        method: ``fixed`` schedule, plain data parallel; ``local``: the same, but replicas train apart, each on its own
+            gradients, and are averaged every ``interval`` steps; ``spread``: fan-out and converge without a
+            controller; ``anchored``: the same, placed by Eq. 11; the ``paper``'s controller; AutoLR with the ``loss``
+            or ``gradient`` signal.
+        num_replicas: N; 1 for ``fixed`` and ``gradient``, where more would change nothing but BatchNorm's statistics.
         interval: T.
         spread: alpha.
         start, hold: shares of the run before and after which the scale holds still.
         first_scale, gated, rollback: as in AutoLR.
         controller: arguments of the controller.
+        warm_noise: nu of Eq. 10, per tensor: start from the checkpoint of the seed, each replica with its own noise.
+            None for freshly built weights.
         label: free text, to tell variants apart.
     """
 
@@ -60,7 +67,17 @@ class Run:
     gated: bool = True
     rollback: bool = True
     controller: dict[str, float] = field(default_factory=dict)
+    warm_noise: float | None = None
     label: str = ""
+
+    @property
+    def shared(self) -> bool:
+        """Whether replicas train on their mean gradient."""
+        return self.method != "local"
+
+    @property
+    def is_auto(self) -> bool:
+        return self.method == "loss" or self.method == "gradient"
 
     def make_first_scale(self) -> float:
         if self.method == "loss" or self.method == "gradient":
@@ -68,11 +85,11 @@ class Run:
         return 1.0
 
     def make_controller(self) -> Controller | None:
-        if self.method == "fixed":
-            return None
         if self.method == "paper":
             return PaperController(**self.controller)
-        return make_evidence_controller(self.method, **self.controller)
+        if self.method == "loss" or self.method == "gradient":
+            return make_evidence_controller(self.method, **self.controller)
+        return None
 
 
 @dataclass
@@ -99,39 +116,6 @@ class Result:
         return asdict(self)
 
 
-def schedule_table(name: str, num_steps: int) -> FloatArray:
-    """A schedule's learning rate in each step, for a peak of 1: ``one-cycle``, ``cosine``, ``wsd`` or ``constant``."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule: LRScheduler
-    if name == "one-cycle":
-        schedule = OneCycleLR(optimizer, 1.0, num_steps, pct_start=0.1, cycle_momentum=False)
-    else:
-        warm = max(1, num_steps // 20)
-        shapes: dict[str, Callable[[int], float]] = {
-            "cosine": lambda t: min((t + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * t / num_steps)),
-            "wsd": lambda t: min((t + 1) / warm, 1.0, max((num_steps - t) / (0.2 * num_steps), 0.0)),
-            "constant": lambda t: 1.0,
-        }
-        if name not in shapes:
-            raise ValueError(f"schedule must be one of one-cycle, {', '.join(shapes)}, but got {name!r}")
-        schedule = LambdaLR(optimizer, shapes[name])
-    table = []
-    for _ in range(num_steps):
-        table.append(float(schedule.get_last_lr()[0]))
-        optimizer.step()
-        schedule.step()
-    return np.array(table)
-
-
-def make_optimizer(name: str) -> StackedOptimizer:
-    """``adam`` (.9, .95), ``adamw`` with weight decay .1, ``sgd`` with momentum .9."""
-    if name == "sgd":
-        return SGD(momentum=0.9)
-    if name not in ("adam", "adamw"):
-        raise ValueError(f"optimizer must be adam, adamw or sgd, but got {name!r}")
-    return Adam((0.9, 0.95), weight_decay=0.1 if name == "adamw" else 0.0, decoupled=name == "adamw")
-
-
 class _Steered:
     """One run's numbers: steering, guard and record."""
 
@@ -140,10 +124,10 @@ class _Steered:
         self.steering = Steering(
             num_knobs=1,
             num_replicas=run.num_replicas,
-            spread=run.spread if run.method in ("paper", "loss") else 0.0,
+            spread=run.spread if run.method in ("spread", "anchored", "paper", "loss") else 0.0,
             controller=run.make_controller(),
             scale_bounds=(1e-6, 1e6),
-            gated=run.gated and run.method in ("loss", "gradient"),
+            gated=run.gated and run.is_auto,
             seed=run.seed,
             first_scale=run.make_first_scale(),
         )
@@ -153,12 +137,8 @@ class _Steered:
         self.wants_new_anchor = False
 
     @property
-    def is_auto(self) -> bool:
-        return self.run.method in ("loss", "gradient")
-
-    @property
     def anchored(self) -> bool:
-        return self.run.method == "loss"
+        return self.run.method in ("loss", "anchored")
 
     def end_round(self, step: int, losses: FloatArray, samples: FloatArray, base: float) -> bool:
         """Take in a round; returns whether it has to be undone."""
@@ -166,7 +146,7 @@ class _Steered:
         mean = float(finite.mean()) if len(finite) else math.nan
         broken = self.wants_new_anchor = False
         info: dict[str, Any] = {}
-        if self.is_auto and self.run.rollback:
+        if self.run.is_auto and self.run.rollback:
             self.guard_state, healthy = self.guard.update(self.guard_state, mean)
             broken = not healthy
         if broken:
@@ -175,7 +155,7 @@ class _Steered:
         elif self.acting[0] < step <= self.acting[1]:
             slopes = mean_and_error(samples) if self.run.method == "gradient" else None
             info = self.steering.decide(losses, slopes)
-            self.wants_new_anchor = self.is_auto and self.steering.wants_new_anchor()
+            self.wants_new_anchor = self.run.is_auto and self.steering.wants_new_anchor()
         self.result.train_loss.append(mean)
         self.result.base_lr.append(base * self.run.lr * float(self.steering.scales[0]))
         self.result.z.append(info.get("z", (math.nan,))[0])
@@ -193,13 +173,28 @@ def sweep(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     compile: bool = False,  # noqa: A002
+    checkpoints: Checkpoints | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    on_end: Callable[[Run, nn.Module], None] = lambda *_: None,
 ) -> list[Result]:
-    """Train all runs, those with the same number of replicas and interval side by side; results in their order."""
-    kinds = dict.fromkeys((r.num_replicas, r.interval) for r in runs)
+    """Train all runs, those with the same number of replicas and interval side by side; results in their order.
+
+    Runs with ``warm_noise`` start from the state dict that ``checkpoints`` has for their seed. ``progress`` hears the
+    step at the end of each round; ``on_end`` sees every run's model at its final mean weights, and must copy what it
+    keeps.
+    """
+    cold = [run.seed for run in runs if run.warm_noise is not None and run.seed not in (checkpoints or {})]
+    if cold:
+        raise ValueError(
+            f"a run with warm_noise must have a checkpoint of its seed, but there is none of seed {cold[0]}"
+        )
+
+    def kind(run: Run) -> tuple[int, int, bool]:
+        return run.num_replicas, run.interval, run.shared
+
     found: dict[int, Result] = {}
-    for kind in kinds:
-        chosen = [i for i, r in enumerate(runs) if (r.num_replicas, r.interval) == kind]
+    for this in dict.fromkeys(map(kind, runs)):
+        chosen = [i for i, run in enumerate(runs) if kind(run) == this]
         results = _stacked_sweep(
             task,
             [runs[i] for i in chosen],
@@ -208,7 +203,9 @@ def sweep(
             device=device,
             dtype=dtype,
             compile=compile,
+            checkpoints=checkpoints or {},
             progress=progress,
+            on_end=on_end,
         )
         found.update(zip(chosen, results, strict=True))
     return [found[i] for i in range(len(runs))]
@@ -223,11 +220,16 @@ def _stacked_sweep(
     device: str,
     dtype: torch.dtype,
     compile: bool,  # noqa: A002
+    checkpoints: Checkpoints,
     progress: Callable[[int], None],
+    on_end: Callable[[Run, nn.Module], None],
 ) -> list[Result]:
     num_steps, num_replicas, interval = len(table), runs[0].num_replicas, runs[0].interval
     task.to(device)
     models = [task.build(run.seed) for run in runs]
+    for run, model in zip(runs, models, strict=True):
+        if run.warm_noise is not None:
+            model.load_state_dict(checkpoints[run.seed])
     groups = task.groups(models[0])
     engine = StackedModels(
         models,
@@ -235,12 +237,14 @@ def _stacked_sweep(
         groups,
         num_replicas=num_replicas,
         optimizer=optimizer,
+        shared=runs[0].shared,
         device=device,
         dtype=dtype,
+        noise=warm_noise(models, groups, runs, num_replicas),
         compile=compile,
         graph=device.startswith("cuda"),
     )
-    rows = _row_table(task, runs, num_steps, num_replicas).to(device)
+    rows = row_table(task, [run.seed for run in runs], num_steps, num_replicas).to(device)
     steered = [_Steered(run, num_steps) for run in runs]
     total = torch.zeros(len(runs), num_replicas, dtype=torch.float64, device=device)
     slopes = torch.zeros(interval, len(runs), dtype=torch.float64, device=device)
@@ -259,7 +263,11 @@ def _stacked_sweep(
             _end_round(engine, steered, step + 1, total / num_taken, slopes[:num_taken], float(table[step]), last=last)
             total.zero_()
             progress(step + 1)
-    return _evaluate(task, engine, steered)
+    for index, s in enumerate(steered):
+        model = engine.mean_model(index)
+        s.result.validation = task.evaluate(model)
+        on_end(s.run, model)
+    return [s.result for s in steered]
 
 
 def _end_round(
@@ -278,7 +286,8 @@ def _end_round(
             for s, row, samples in zip(steered, losses.cpu().numpy(), slopes.cpu().numpy().T, strict=True)
         ]
     )
-    engine.converge()
+    # Plain data parallel never averages weights, so replicas that start apart stay apart.
+    engine.converge(torch.tensor([s.run.method != "fixed" for s in steered]))
     if broken.any():
         engine.restore(broken)
     engine.snapshot(~broken)
@@ -290,18 +299,3 @@ def _end_round(
         rho = [s.steering.multipliers.T if s.anchored else np.ones((engine.num_replicas, 1)) for s in steered]
         multipliers = torch.from_numpy(np.stack(rho))
         engine.place(multipliers.to(engine.weights.device).expand(-1, -1, len(engine.group_names)))
-
-
-def _row_table(task: Task, runs: Sequence[Run], num_steps: int, num_replicas: int) -> Tensor:
-    """(steps, R, N, rows): the whole run's data order in advance, so that no step waits for the host."""
-    by_seed = {
-        seed: torch.stack([split_rows(task.rows(step, seed=seed), num_replicas) for step in range(num_steps)])
-        for seed in dict.fromkeys(run.seed for run in runs)
-    }
-    return torch.stack([by_seed[run.seed] for run in runs], dim=1)
-
-
-def _evaluate(task: Task, engine: StackedModels, steered: Sequence[_Steered]) -> list[Result]:
-    for index, s in enumerate(steered):
-        s.result.validation = task.evaluate(engine.mean_model(index))
-    return [s.result for s in steered]

@@ -49,10 +49,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
     Call ``step(loss)`` after ``optimizer.step()``. All ranks must construct, step and converge together.
 
     Args:
-        optimizer, max_lr, total_steps, epochs, steps_per_epoch, pct_start, anneal_strategy, cycle_momentum,
-            base_momentum, max_momentum, div_factor, final_div_factor, three_phase, last_epoch: as in OneCycleLR.
-            Resuming through ``last_epoch`` continues the schedule, but what the controller learned comes back only
-            through :meth:`load_state_dict`.
+        optimizer: as in OneCycleLR, and so are all arguments up to ``last_epoch``.
+        last_epoch: continues the schedule from there; what the controller learned comes back only through
+            :meth:`load_state_dict`.
         ensemble_lr_spread_ratio: alpha in [0, 1): replicas use learning rates from (1 - alpha) to (1 + alpha) times
             the base.
         model_sync_interval: T >= 1, optimizer steps between converges.

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hdet.lab.tasks.base import Batch, Task, split_rows
+from hdet.lab.tasks.fashion import FashionTask
 from hdet.lab.tasks.feed import FeedTask
-from hdet.lab.tasks.text import TextTask, shakespeare_gpt, stdlib_gpt
+from hdet.lab.tasks.quadratic import QuadraticTask
+from hdet.lab.tasks.text import TextTask, shakespeare_gpt, shakespeare_gpt_10m, stdlib_gpt
 
-__all__ = ["TASKS", "Batch", "FeedTask", "Task", "TextTask", "load_task", "shakespeare_gpt", "split_rows", "stdlib_gpt"]
+__all__ = [
+    "TASKS",
+    "Batch",
+    "FashionTask",
+    "FeedTask",
+    "QuadraticTask",
+    "Task",
+    "TextTask",
+    "load_task",
+    "shakespeare_gpt",
+    "shakespeare_gpt_10m",
+    "split_rows",
+    "stdlib_gpt",
+]
 
-TASKS = ("stdlib-gpt", "shakespeare-gpt", "feed")
+TASKS: dict[str, Callable[..., Task]] = {
+    "stdlib-gpt": lambda data, **options: stdlib_gpt(**options),
+    "shakespeare-gpt": shakespeare_gpt,
+    "shakespeare-gpt-10m": shakespeare_gpt_10m,
+    "feed": FeedTask,
+    "fashion": FashionTask,
+    "quadratic": lambda data, **options: QuadraticTask(**options),
+}
+"""Name to what makes the task from the data folder and options. A new task is a new entry."""
 
 
-def load_task(name: str, data: str | Path = "data") -> Task:
-    """The task called ``name``, with its default sizes.
+def load_task(name: str, data: str | Path = "data", **options: Any) -> Task:
+    """The task called ``name``.
 
     Args:
         name: one of :data:`TASKS`.
-        data: folder that holds ``tinyshakespeare/`` and ``kuairand-pure/``.
+        data: folder that holds ``tinyshakespeare/``, ``kuairand-pure/`` and ``fashion-mnist/``.
+        **options: of the task; default its own sizes.
     """
-    if name == "stdlib-gpt":
-        return stdlib_gpt()
-    if name == "shakespeare-gpt":
-        return shakespeare_gpt(data)
-    if name == "feed":
-        return FeedTask(data)
-    raise ValueError(f"task must be one of {', '.join(TASKS)}, but got {name!r}")
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, but got {name!r}")
+    return TASKS[name](data, **options)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -60,7 +61,10 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Figures on the validation set; ``"loss"`` is the one that :meth:`loss` would give on all of it."""
+        """Figures on the validation set; ``"loss"`` first: what :meth:`loss` gives on all of it in evaluation mode.
+
+        The model comes back in the mode it was in.
+        """
         ...
 
 
@@ -79,6 +83,17 @@ def random_rows(num_rows: int, size: int, *, seed: int, step: int) -> Tensor:
     # Raw words, because NumPy guarantees those across versions; the bias of the remainder is below 2^-40.
     words = np.random.PCG64(np.random.SeedSequence([seed, step])).random_raw(size)
     return torch.from_numpy((np.asarray(words) % np.uint64(num_rows)).astype(np.int64))
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """BatchNorm uses its running statistics, and leaves them alone, inside the block."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def param_groups(task: Task, model: nn.Module) -> list[dict[str, Any]]:

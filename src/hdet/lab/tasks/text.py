@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import sysconfig
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from hdet.lab.gpt import GPT, next_token_loss
 from hdet.lab.tasks.base import Batch, random_rows, split_rows
+from hdet.lab.tasks.download import check_sha256, read_or_download
 
 STDLIB_BYTES = 4_000_000
 # Tests are no ordinary code, site-packages no part of Python; the other two hold tables and help texts.
@@ -124,7 +123,12 @@ def stdlib_gpt(folder: str | Path | None = None, *, max_bytes: int = STDLIB_BYTE
 
 
 def shakespeare_gpt(
-    data: str | Path = "data", *, sha256: str | None = SHAKESPEARE_SHA256, download: bool = True, **sizes: int
+    data: str | Path = "data",
+    *,
+    sha256: str | None = SHAKESPEARE_SHA256,
+    download: bool = True,
+    name: str = "shakespeare-gpt",
+    **sizes: int,
 ) -> TextTask:
     """Character-level GPT on tinyshakespeare, 0.8M parameters.
 
@@ -132,27 +136,17 @@ def shakespeare_gpt(
         data: folder that holds, or receives, ``tinyshakespeare/input.txt``.
         sha256: what the file must hash to; None skips the check.
         download: fetch the file from its origin where it is missing.
+        name: of the task.
         **sizes: as in :class:`TextTask`.
     """
     path = Path(data) / "tinyshakespeare" / "input.txt"
-    if not path.exists():
-        if not download:
-            raise FileNotFoundError(f"{path} is missing; get it from {SHAKESPEARE_URL}")
-        _download(SHAKESPEARE_URL, path)
-    text = path.read_bytes()
-    if sha256 is not None and (found := hashlib.sha256(text).hexdigest()) != sha256:
-        raise ValueError(f"{path} must have the SHA-256 {sha256}, but got {found}; delete it and try again")
+    text = read_or_download(path, SHAKESPEARE_URL, download=download)
+    check_sha256(text, sha256, path)
     characters, tokens = np.unique(np.frombuffer(text, dtype=np.uint8), return_inverse=True)
-    return TextTask("shakespeare-gpt", torch.from_numpy(tokens), len(characters), **sizes)
+    return TextTask(name, torch.from_numpy(tokens), len(characters), **sizes)
 
 
-def _download(url: str, path: Path) -> None:
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            content = response.read()
-    except OSError as error:  # URLError and TimeoutError are OSErrors
-        raise FileNotFoundError(
-            f"{path} is missing and {url} cannot be reached ({error}); put the file there"
-        ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+def shakespeare_gpt_10m(data: str | Path = "data", **options: Any) -> TextTask:
+    """:func:`shakespeare_gpt` with a model of 10.8M parameters and a context of 256."""
+    sizes = {"num_layers": 6, "width": 384, "num_heads": 6, "context": 256}
+    return shakespeare_gpt(data, name="shakespeare-gpt-10m", **{**sizes, **options})

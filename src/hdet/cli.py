@@ -1,0 +1,63 @@
+"""The ``hdet`` program: finds the command's module and hands it the arguments.
+
+A command is a module of :mod:`hdet.lab` with ``main(arguments) -> exit status``; only the one that runs is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": ("hdet.lab.train", "one run, on local processes or under torchrun, into a run folder"),
+    "watch": ("hdet.lab.watch", "a run folder, live in the terminal"),
+    "report": ("hdet.lab.report", "one HTML file about one run or several"),
+    "ablate": ("hdet.lab.ablate", "the paper's six configurations and AutoLR, side by side"),
+    "compare": ("hdet.lab.compare", "AutoLR, fixed learning rates and other methods, at equal budget"),
+    "demo": ("hdet.lab.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
+}
+LAB_PACKAGES = ("tyro", "rich", "matplotlib", "tensorboard")
+USAGE_ERROR, INTERRUPTED = 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    name, rest = (given[0], given[1:]) if given else ("", [])
+    if name in ("", "-h", "--help"):
+        print(_usage())
+        return 0 if name else USAGE_ERROR
+    if name == "--version":
+        import hdet
+
+        print(f"hdet {hdet.__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"hdet: command must be one of {', '.join(COMMANDS)}, but got {name!r}; see hdet --help", file=sys.stderr)
+        return USAGE_ERROR
+    try:
+        for package in LAB_PACKAGES:
+            importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        print(f"hdet {name} needs {error.name}; install it with: pip install 'hdet[lab]'", file=sys.stderr)
+        return USAGE_ERROR
+    from hdet.lab.command_line import UsageError
+
+    try:
+        status: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+    except UsageError as error:
+        print(f"hdet {name}: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status
+
+
+def _usage() -> str:
+    lines = [f"  {name:8} {about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(["usage: hdet COMMAND ...", "", *lines, "", "hdet COMMAND --help has the options of each."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""What the commands share: arguments from a dataclass, and errors that are one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+T = TypeVar("T")
+
+
+class UsageError(Exception):
+    """What the user can put right: one line, no traceback, exit status 2."""
+
+
+def parse(kind: type[T], command: str, arguments: Sequence[str], *, default: T | None = None) -> T:
+    """An object of the dataclass ``kind`` from ``arguments``; ``default`` has its values where none are given."""
+    errors = io.StringIO()
+    chosen: dict[str, Any] = {} if default is None else {"default": default}
+    options = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    try:
+        with contextlib.redirect_stderr(errors):
+            parsed: T = tyro.cli(kind, prog=f"hdet {command}", args=list(arguments), config=options, **chosen)
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
+            sys.exit(0)  # the help has been printed
+        raise UsageError(f"{one_line(errors.getvalue())}; see hdet {command} --help") from None
+    return parsed
+
+
+def one_line(box: str) -> str:
+    """The message of one of tyro's errors: title, rule, message, rule, help; or in a frame, with the title in it."""
+    lines = [line.strip("│ ") for line in box.splitlines()]
+    parts = re.split(r"\n(?:[╭╰].*|[─-]{5,})(?=\n|$)", "\n" + "\n".join(lines))
+    title, message = (part.strip() for part in (*parts, "")[:2])
+    return re.sub(r"\s+", " ", message or title).rstrip(".:")

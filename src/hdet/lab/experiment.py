@@ -1,0 +1,256 @@
+"""What ``hdet ablate`` and ``hdet compare`` share: options, the task, and what is written in the end."""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from tyro.conf import Positional, UseAppendAction, arg
+
+from hdet.lab import provenance
+from hdet.lab.charts import Chart, write_pngs
+from hdet.lab.command_line import UsageError
+from hdet.lab.report_page import Table, page
+from hdet.lab.run_folder import plain
+from hdet.lab.settings import PEAK_SHARE, TASK_NAMES, open_task
+from hdet.lab.sweep import Run
+from hdet.lab.tasks.base import Task
+from hdet.schedulers.face import starts_cold
+
+RESULTS, PAGE = "results.json", "report.html"
+FINAL_SHARE = 0.02
+"""Of a run, over which its final training loss is the mean."""
+
+
+@dataclass(frozen=True)
+class LabOptions:
+    """Options of an experiment with many runs on one device."""
+
+    task: Annotated[str, Positional, arg(metavar="TASK")]
+    """What to train: stdlib-gpt, small-gpt, quadratic, or one with data of its own."""
+    seeds: tuple[int, ...] = (0,)
+    """Of weights, data order and permutations; all is repeated for each."""
+    optimizer: Literal["adam", "adamw", "sgd", "lion", "muon"] = "adam"
+    """Adam (.9, .95), AdamW with weight decay .1, SGD with momentum .9, Lion, Muon with Adam."""
+    schedule: Literal["one-cycle", "cosine", "wsd", "constant"] = "one-cycle"
+    """Shape of the learning rate over a run."""
+    steps: int | None = None
+    """Optimizer steps of a run; default the task's."""
+    replicas: int = 8
+    """N, of the methods that compare or average replicas."""
+    interval: int | None = None
+    """T, steps of a round; default a hundredth of the run."""
+    spread: float = 1 / 9
+    """Alpha, how far replicas' learning rates reach from the base."""
+    device: str = "cpu"
+    """Where to train: cpu or cuda."""
+    data: Path = Path("data")
+    """Folder that holds the tasks' data."""
+    task_option: UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE of the task, for example noise=2.0 of quadratic; may be repeated."""
+    json: Path | None = None
+    """Write results.json here too."""
+    out: Path | None = None
+    """New folder for results.json, report.html and its charts; default runs/COMMAND-TASK-TIME."""
+
+    def check(self) -> None:
+        """Raise UsageError for values that no experiment can have, before anything is loaded."""
+        if self.task not in TASK_NAMES:
+            raise UsageError(f"TASK must be one of {', '.join(TASK_NAMES)}, but got {self.task!r}")
+        seeds_ok = bool(self.seeds) and min(self.seeds) >= 0 and len(set(self.seeds)) == len(self.seeds)
+        self.require("seeds", "one or more different integers >= 0", seeds_ok)
+        self.require("replicas", "an integer >= 2", self.replicas >= 2)
+        self.require("spread", "in (0, 1)", 0 < self.spread < 1)
+        for name in ("steps", "interval"):
+            self.require(name, "an integer >= 1", getattr(self, name) is None or getattr(self, name) >= 1)
+        self.require("device", "cpu or cuda", self.device in ("cpu", "cuda"))
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda needs a GPU that torch can use, but there is none; use --device cpu")
+        if self.json is not None and not self.json.parent.is_dir():
+            raise UsageError(f"--json must be a file in a folder that exists, but got {self.json}")
+        if self.json is not None and self.json.is_dir():
+            raise UsageError(f"--json must be a file, but {self.json} is a folder; for a folder there is --out")
+
+    def check_task(self, task: Task, num_steps: int) -> None:
+        """The same for what only the task can tell."""
+        self.require_rows(task, "steps", num_steps)
+        if self.schedule == "one-cycle" and PEAK_SHARE * num_steps <= 1:
+            raise UsageError(
+                f"--steps must be more than {1 / PEAK_SHARE:.0f} for the schedule one-cycle to have a peak, "
+                f"but got {num_steps}; take more, or another --schedule"
+            )
+        if task.batch_rows % self.replicas:
+            raise UsageError(
+                f"--replicas must divide the {task.batch_rows} rows of a batch of {task.name}, but got {self.replicas}"
+            )
+
+    def require_rows(self, task: Task, name: str, num_steps: int) -> None:
+        try:
+            task.rows(num_steps - 1)
+        except ValueError as error:
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"--{option} must not go beyond the data of {task.name}, but got {num_steps}: {error}"
+            ) from None
+
+    def require(self, name: str, rule: str, ok: bool) -> None:
+        if not ok:
+            value = getattr(self, name)
+            said = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else repr(value)
+            raise UsageError(f"--{name.replace('_', '-')} must be {rule}, but got {said}")
+
+    def task_options(self) -> dict[str, Any]:
+        """The repeated NAME=VALUE, with numbers where they are some."""
+        found: dict[str, Any] = {}
+        for text in self.task_option:
+            name, equals, value = text.partition("=")
+            if not (name.isidentifier() and equals and value):
+                raise UsageError(f"--task-option must be NAME=VALUE, but got {text!r}")
+            try:
+                found[name] = json_format.loads(value)
+            except ValueError:
+                found[name] = value
+        return found
+
+
+class Experiment:
+    """An opened task, and the options with every default filled in.
+
+    Attributes:
+        command: its name.
+        options: as given.
+        task: what is trained.
+        num_steps: of a run.
+        interval: T.
+        out: the new folder.
+        facts: what the results depend on.
+    """
+
+    def __init__(self, command: str, options: LabOptions) -> None:
+        options.check()
+        self.command, self.options = command, options
+        self.task = task = open_task(options.task, options.data, options.task_options())
+        self.num_steps = num_steps = options.steps or task.total_steps
+        self.interval = options.interval or max(1, num_steps // 100)
+        options.check_task(task, num_steps)
+        if self.interval > num_steps:
+            raise UsageError(f"--interval must be at most the {num_steps} steps of a run, but got {self.interval}")
+        if options.device == "cuda":
+            torch.set_float32_matmul_precision("high")
+        model = task.build(0)
+        # Where BatchNorm sees only a replica's rows, plain training must too, or the two could not be compared.
+        self.num_plain_replicas = options.replicas if any(b.is_floating_point() for b in model.buffers()) else 1
+        now = datetime.now(timezone.utc)
+        config = {
+            **asdict(options),
+            "steps": num_steps,
+            "interval": self.interval,
+            "task_options": options.task_options(),
+        }
+        self.facts: dict[str, Any] = {
+            "command": command,
+            "config": {key: value for key, value in config.items() if key not in ("json", "out", "task_option")},
+            "started": now.isoformat(timespec="seconds"),
+            **provenance.describe(task),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "batch_rows": task.batch_rows,
+            "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        }
+        self.out = options.out or Path("runs") / f"{command}-{options.task}-{now:%Y%m%d-%H%M%S}"
+        try:
+            self.out.mkdir(parents=True)
+        except FileExistsError:
+            raise UsageError(f"--out must be a new folder, but {self.out} exists; choose another") from None
+        except OSError as error:
+            raise UsageError(
+                f"--out must be a folder that can be created, but {self.out} cannot: {error.strerror}"
+            ) from None
+
+    def make_run(self, lr: float, seed: int, method: Any, **changes: Any) -> Run:
+        """A run with the options' settings, and AutoLR's own where it has too few rounds for a cold start."""
+        values: dict[str, Any] = {
+            "num_replicas": self.num_plain_replicas if method in ("fixed", "gradient") else self.options.replicas,
+            "interval": self.interval,
+            "spread": self.options.spread,
+        }
+        if method == "paper":
+            values["hold"] = 0.0
+        if not starts_cold(self.num_steps, self.interval):
+            values |= {"first_scale": 1.0, "gated": False}
+        return Run(lr=lr, seed=seed, method=method, **{**values, **changes})
+
+    def sweep_options(self) -> dict[str, Any]:
+        """Arguments of a sweep that all runs share."""
+        options = self.options
+        return {
+            "optimizer": options.optimizer,
+            "schedule": options.schedule,
+            "num_steps": self.num_steps,
+            "device": options.device,
+        }
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        """The results so far, as JSON."""
+        text = json_format.dumps(plain({**self.facts, **results}), indent=1, allow_nan=False) + "\n"
+        for path in (self.out / RESULTS, self.options.json):
+            if path is not None:
+                path.write_text(text)
+
+    def write_report(self, title: str, tables: Sequence[Table], charts: Sequence[Chart]) -> Path:
+        """The page and its charts; returns the path of the page."""
+        write_pngs(charts, self.out)
+        facts = {**self.facts["config"], **{k: v for k, v in self.facts.items() if k != "config"}}
+        facts |= facts.pop("hardware")
+        details = Table("Configuration and machine", ["what", "value"])
+        details.rows = [
+            [k, ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v)] for k, v in facts.items()
+        ]
+        path = self.out / PAGE
+        path.write_text(page(title, tables, charts, [details]), encoding="utf-8")
+        return path
+
+
+def final_loss(losses: Sequence[float], lengths: Sequence[int]) -> float:
+    """Mean of the losses of the last rounds, weighed by their steps: as many rounds as fill :data:`FINAL_SHARE`."""
+    wanted = FINAL_SHARE * sum(lengths)
+    total, steps = 0.0, 0
+    for loss, length in zip(reversed(losses), reversed(lengths), strict=True):
+        total, steps = total + loss * length, steps + length
+        if steps >= wanted:
+            break
+    return total / steps
+
+
+def round_lengths(num_steps: int, interval: int) -> list[int]:
+    """Steps of each round; the last may be shorter."""
+    return [min(interval, num_steps - start) for start in range(0, num_steps, interval)]
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """For a table; a dash where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def make_console() -> Console:
+    """As wide as the terminal; in a file or a pipe, as wide as a table may get."""
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
+
+
+def show(console: Console, table: Table) -> None:
+    """A table on the terminal."""
+    shown = RichTable(title=table.title, box=box.SIMPLE, title_justify="left", pad_edge=False)
+    for index, head in enumerate(table.heads):
+        shown.add_column(head, justify="right" if index else "left", no_wrap=True)
+    for row in table.rows:
+        shown.add_row(*row)
+    console.print(shown)
