@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from hdet import AutoLR
 from hdet.anchor import Anchor
 from hdet.gradient_signal import MAX_SAMPLES, GradientSignal, mean_and_error
 from hdet.launch import launch
@@ -381,3 +382,26 @@ def test_ddp_and_sharded_parameters_give_what_one_process_gives(num_ranks: int) 
         assert_allclose(result["ddp False"][1], 0, atol=1e-12)
         assert_allclose(result["fsdp"][0], by_parameter, rtol=1e-12, atol=1e-15)
     assert results[0]["rows"] != results[-1]["rows"]  # uneven shards
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_closure_is_sampled_after_it_has_run(by_name: bool) -> None:
+    lrs: dict[bool, list[float]] = {True: [], False: []}
+    for with_closure, found in lrs.items():
+        weights = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+        optimizer = torch.optim.SGD([weights], lr=0.01)
+        scheduler = AutoLR(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), interval=2, start_steps=0)
+
+        def closure(weights: nn.Parameter = weights) -> float:
+            weights.grad = 2 * weights.detach()
+            return float(weights.detach().square().sum())
+
+        for _ in range(20):
+            if with_closure:
+                loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+            else:
+                loss = closure()
+                optimizer.step()
+            scheduler.step(loss)
+            found.append(optimizer.param_groups[0]["lr"])
+    assert lrs[True] == lrs[False]

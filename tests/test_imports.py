@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "probe": {"signal"},
     "board": {"spread", "history", "knobs", "probe", "steering", "controllers.base"},
     "snapshot": set(),
+    "sinks": {"history"},
     "launch": set(),
     "testing": {"spread", "controllers.base"},
     "replicas": {"spread"},
@@ -153,9 +154,9 @@ new = {name.partition(".")[0] for name in set(sys.modules) - modules}
 foreign = new - {"hdet", "torch", "numpy"} - set(sys.stdlib_module_names)
 assert not foreign, f"loaded {sorted(foreign)}"
 optional = {"rich", "tyro", "tensorboard", "matplotlib", "hypothesis", "pytest", "pandas"}
-optional |= {"lightning", "transformers", "accelerate"}
+optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate", "wandb", "mlflow"}
 assert not optional & set(sys.modules), f"loaded {sorted(optional & set(sys.modules))}"
-assert not {name for name in sys.modules if name.startswith("hdet.lab")}
+assert not {name for name in sys.modules if name.startswith(("hdet.lab", "hdet.integrations", "hdet.sinks"))}
 """
 
 

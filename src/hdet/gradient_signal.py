@@ -7,17 +7,17 @@ needs no replicas, no weights apart, and has far less noise; it serves the learn
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
-from hdet.replicas import local_tensor
+from hdet.replicas import local_tensor, num_shards, sharding
 from hdet.spread import FloatArray
 
 LARGE_MODEL = 10_000_000
@@ -32,7 +32,8 @@ def default_sample_every(optimizer: Optimizer, interval: int) -> int:
     A sample reads weights, anchor and gradient once, about a third of what the optimizer's step moves. Every eighth
     step keeps that below a hundredth of a training step on a GPU; small models are cheap, and their rounds are short.
     """
-    num_parameters = sum(local_tensor(p).numel() for group in optimizer.param_groups for p in group["params"])
+    # Of an even share, not of this rank's own: ranks must not differ.
+    num_parameters = sum(_num_elements(p) for group in optimizer.param_groups for p in group["params"])
     return max(math.ceil(interval / MAX_SAMPLES), 8 if num_parameters > LARGE_MODEL else 1)
 
 
@@ -69,7 +70,7 @@ class GradientSignal:
             for p in group["params"]:
                 parameters.append(p)
                 knobs.append(knob)
-                signs.append(_num_shards(p) / self.num_ranks * (-1 if group.get("maximize", False) else 1))
+                signs.append(num_shards(p) / self.num_ranks * (-1 if group.get("maximize", False) else 1))
         sums: dict[int, list[Tensor]] = {k: [] for k in range(self.num_knobs)}
         for index, displacement in self.anchor.displacements(parameters):
             gradient = parameters[index].grad
@@ -84,8 +85,10 @@ class GradientSignal:
         )
         self._rows.append(_unscaled(row, optimizer))
 
-    def collect(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Bring the samples to the host, the same on every rank of ``group``; a collective, and it waits.
+    def collect(
+        self, group: dist.ProcessGroup | None, device: torch.device, parts: Sequence[dist.ProcessGroup] = ()
+    ) -> None:
+        """Bring the samples to the host, the same on every rank of ``group`` and ``parts``; a collective, and it waits.
 
         Each rank adds its share: the whole dot product divided by the number of ranks where all hold all parameters,
         its shard's part where they are sharded.
@@ -94,14 +97,17 @@ class GradientSignal:
         if self._rows:
             table[: len(self._rows)] = torch.stack([row.to(device) for row in self._rows]).double()
         self._rows = []
-        if group is not None:
-            dist.all_reduce(table, group=group)
+        for each in (group, *parts):
+            if each is not None:
+                dist.all_reduce(table, group=each)
         found = table.cpu().numpy()
         self.samples = np.concatenate([self.samples, found[np.isfinite(found).any(axis=1)]])
 
-    def drain(self, group: dist.ProcessGroup | None, device: torch.device) -> tuple[FloatArray, FloatArray]:
+    def drain(
+        self, group: dist.ProcessGroup | None, device: torch.device, parts: Sequence[dist.ProcessGroup] = ()
+    ) -> tuple[FloatArray, FloatArray]:
         """Mean and standard error of the round's samples, shape (K,) each, the same on every rank; NaN without any."""
-        self.collect(group, device)
+        self.collect(group, device, parts)
         found = mean_and_error(self.samples)
         self.forget()
         return found
@@ -125,13 +131,9 @@ def _dot(displacement: Tensor, gradient: Tensor) -> Tensor:
     return (displacement.to(wide) * gradient.to(wide)).sum()
 
 
-def _num_shards(parameter: Tensor) -> int:
-    """Into how many parts a parameter is cut. Parts add up in a sum over ranks; copies have to be averaged."""
-    num_shards = 1
-    if isinstance(parameter, DTensor):
-        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
-            num_shards *= size if isinstance(placement, Shard) else 1
-    return num_shards
+def _num_elements(parameter: Tensor) -> float:
+    found = sharding(parameter)
+    return parameter.numel() if found is None else found.shape.numel() / num_shards(parameter)
 
 
 def _unscaled(row: Tensor, optimizer: Optimizer) -> Tensor:

@@ -37,17 +37,21 @@ def compare_notes(replicas: Replicas, mine: Note, *, losses_required: bool) -> d
     Nothing has been changed when it raises. One small collective.
     """
     rows = replicas.gather([float(fact) for fact in mine], step=mine.step)
-    steps, totals, weights, healthy, shapes, states, probes = rows.T
+    # What a replica's parts saw makes up what it saw. All must decide alike, or its shards no longer fit together.
+    totals, weights = rows[:, :, 1].sum(axis=1), rows[:, :, 2].sum(axis=1)
+    healthy, probes = rows[:, :, 3].min(axis=1), rows[:, :, 6].mean(axis=1)
+    steps, states, shapes = rows[:, :, 0].flatten(), rows[:, :, 5].flatten(), rows[:, :, 4]
     if len(set(steps)) > 1:
-        listing = ", ".join(f"replica {r}: {int(s)}" for r, s in enumerate(steps))
+        by_replica = [sorted({int(s) for s in parts}) for parts in rows[:, :, 0]]
+        listing = ", ".join(f"replica {r}: {' and '.join(map(str, found))}" for r, found in enumerate(by_replica))
         raise RuntimeError(
             f"replicas must take the same number of steps between converges, but got {listing}; "
             "check for uneven data or steps skipped on some ranks. No weights were averaged"
         )
-    if len(set(shapes)) > 1:
+    if (shapes != shapes[0]).any():  # parts of one replica may differ, those of two not
         raise RuntimeError(
             f"replicas must hold the same parameters, but their shapes differ at step {mine.step} (digest by replica: "
-            f"{[int(s) for s in shapes]}); add param groups and freeze parameters on all ranks alike"
+            f"{[int(s) for s in shapes.flatten()]}); add param groups and freeze parameters on all ranks alike"
         )
     if len(set(states)) > 1:
         raise RuntimeError(

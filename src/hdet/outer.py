@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
-from hdet.replicas import local_tensor
+from hdet.replicas import as_saved, local_tensor, own_part
 from hdet.spread import FloatArray
 
 StatePolicy = Literal["average", "keep", "reset"]
@@ -94,26 +94,32 @@ class OuterStep:
             for velocity in self.velocity:
                 velocity.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, parameters: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        """With ``parameters``: sharded as they are, and complete before a run has begun, to read a checkpoint into."""
+        centre, velocity = self.centre.copies, self.velocity
+        if parameters is not None and self.kind == "nesterov" and not centre:
+            centre = [local_tensor(p) for p in parameters]
+            velocity = [torch.zeros_like(t) for t in centre]
+        like = parameters if parameters is not None else centre
         return {
-            "centre": [copy.clone() for copy in self.centre.copies],
-            "velocity": [velocity.clone() for velocity in self.velocity],
+            "centre": [as_saved(t, p) for t, p in zip(centre, like, strict=False)],
+            "velocity": [as_saved(t, p) for t, p in zip(velocity, like, strict=False)],
         }
 
     def check_state(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         shapes = [local_tensor(p).shape for p in parameters]
         for name in ("centre", "velocity"):
-            if (state["centre"] or state["velocity"]) and [t.shape for t in state[name]] != shapes:
+            found = [own_part(t, p) for t, p in zip(state[name], parameters, strict=False)]
+            if (state["centre"] or state["velocity"]) and [t.shape for t in found] != shapes:
                 raise ValueError(f"the outer step's {name} must have the parameters' shapes; it is of another model")
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         self.centre.copies, self.velocity = [], []
         if self.kind == "nesterov" and state["centre"]:
             self.begin(parameters)
-            for mine, value in zip(
-                [*self.centre.copies, *self.velocity], [*state["centre"], *state["velocity"]], strict=True
-            ):
-                mine.copy_(value)
+            saved = [*state["centre"], *state["velocity"]]
+            for mine, value, p in zip([*self.centre.copies, *self.velocity], saved, [*parameters] * 2, strict=True):
+                mine.copy_(own_part(value, p))
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from hdet.spread import FloatArray
@@ -23,10 +25,17 @@ _meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Replicas:
-    """The copies of one model. ``index`` is this process's place among ``count`` replicas."""
+    """The copies of one model. ``index`` is this process's place among ``count`` replicas.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    A replica may be spread over several processes (its shards). ``group`` then has the processes that hold the same
+    shard of different replicas, and ``parts`` the groups of processes that make up one replica, one group for each
+    mesh dimension.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, parts: Sequence[dist.ProcessGroup] = ()) -> None:
         self.group = group
+        self.parts = tuple(parts)
+        self.num_parts = math.prod(dist.get_world_size(part) for part in self.parts)
         self.index = dist.get_rank(group) if group is not None else 0
         self.count = dist.get_world_size(group) if group is not None else 1
         self.device = _collective_device(group) if group is not None else torch.device("cpu")
@@ -80,16 +89,16 @@ class Replicas:
         return "replicas must agree about their arguments and parameters, but got " + "; ".join(lines)
 
     def gather(self, values: Sequence[float], *, step: int) -> FloatArray:
-        """Every replica's ``values``, one row each. Names who is missing when the collective fails."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        """Everyone's ``values``, by replica and part. Names who is missing when the collective fails."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)[None]
         if self.group is None:
             return mine.numpy()[None]
         if self._board:
             _store().set(f"{self._board}/step/{self.index}", str(step))
-        rows = [torch.empty_like(mine) for _ in range(self.count)]
         try:
-            dist.all_gather(rows, mine, group=self.group)
-            return torch.stack(rows).cpu().numpy()
+            for part in self.parts:
+                mine = torch.cat(_all_gather(mine, part))
+            return torch.stack(_all_gather(mine, self.group)).cpu().numpy()
         except RuntimeError as error:
             raise RuntimeError(self._who_is_missing(step)) from error
 
@@ -104,6 +113,11 @@ class Replicas:
         except Exception:  # the process that hosts the store may be the one that died
             return f"{lost}; their steps cannot be read, because the process group's store is gone too"
         late = {r: s for r, s in steps.items() if s != step}
+        if not late and self.parts:
+            return (
+                f"{lost}; every replica's process with this shard is there, so one with another shard is missing. All "
+                "processes must take the same number of optimizer steps: check for uneven data or a crashed rank"
+            )
         return (
             f"{lost}; last converge reached by each of the missing replicas (replica: step): {late}. Every replica "
             "must take the same number of optimizer steps: check for uneven data, skipped steps or a crashed rank"
@@ -113,38 +127,40 @@ class Replicas:
 def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None, *, spread: float) -> Replicas:
     """The replicas that train ``optimizer``'s parameters; those of the default group, unasked, where spread is 0.
 
-    Without a ``process_group``: the default group for ordinary parameters; for DTensors the one mesh dimension
+    Without a ``process_group``: the default group for ordinary parameters; for sharded ones the one mesh dimension
     along which all of them are replicated. Raises ValueError where there are no replicas to fan out, only shards.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Replicas(None)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if spread == 0:
-        return Replicas(process_group or dist.group.WORLD)
+        return _spread_out(process_group or dist.group.WORLD, parameters)
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         raise ValueError(
             "optimizer must not shard its state across ranks, but got ZeroRedundancyOptimizer: each rank updates "
             "only its own shard, so a learning rate per rank would become a learning rate per shard; use the "
             "plain optimizer"
         )
-    if process_group is not None:
-        return Replicas(process_group)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(type(p).__name__ == "FlatParameter" or getattr(p, "_fsdp_flattened", False) for p in parameters):
         raise ValueError(
-            "parameters are sharded by FullyShardedDataParallel, so ranks hold shards, not replicas; pass "
-            "process_group= the group of ranks that hold the same shard (HYBRID_SHARD), or use DDP"
+            "parameters are sharded by FullyShardedDataParallel, which does not tell who holds which shard of a "
+            "replica, so their shards could not decide alike; use fully_shard with a replicate dimension, or DDP"
         )
-    sharded = [p for p in parameters if isinstance(p, DTensor)]
+    if process_group is not None:
+        replicas = _spread_out(process_group, parameters)
+        _refuse_shards_as_replicas(process_group, parameters)
+        return replicas
+    sharded = [s for p in parameters if (s := sharding(p)) is not None]
     if not sharded:
         return Replicas(dist.group.WORLD)
-    mesh = sharded[0].device_mesh
+    mesh = sharded[0].mesh
     names = mesh.mesh_dim_names or tuple(str(d) for d in range(mesh.ndim))
     replicated = [
         d
         for d in range(mesh.ndim)
         if mesh.size(d) > 1
         and len(sharded) == len(parameters)
-        and all(p.device_mesh == mesh and isinstance(p.placements[d], Replicate) for p in sharded)
+        and all(s.mesh == mesh and isinstance(s.placements[d], Replicate) for s in sharded)
     ]
     if len(replicated) != 1:
         raise ValueError(
@@ -153,7 +169,124 @@ def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None,
             'process_group=mesh.get_group("...") of the data-parallel replicate dimension; with none there are '
             "only shards, no replicas to fan out"
         )
-    return Replicas(mesh.get_group(replicated[0]))
+    return _spread_out(mesh.get_group(replicated[0]), parameters)
+
+
+class Sharding(NamedTuple):
+    """How a parameter lies on a mesh, and its whole shape."""
+
+    mesh: DeviceMesh
+    placements: Sequence[Placement]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def sharding(parameter: Tensor) -> Sharding | None:
+    """None for a parameter that this process holds whole."""
+    if isinstance(parameter, DTensor):
+        return Sharding(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+    # DistributedDataParallel over a sliced mesh trains the local parts of a tensor-parallel model's DTensors.
+    spec: Any = getattr(parameter, "_st_info", None)
+    return None if spec is None else Sharding(spec.mesh, spec.placements, spec.shape, tuple(spec.stride))
+
+
+def num_shards(parameter: Tensor) -> int:
+    """Into how many parts a parameter is cut. Parts add up in a sum over ranks; copies have to be averaged."""
+    found = sharding(parameter)
+    if found is None:
+        return 1
+    sizes = zip(found.mesh.shape, found.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
+
+
+def mesh_groups(parameter: Tensor) -> list[tuple[Placement, str, dist.ProcessGroup]]:
+    """Placement, name and process group of each mesh dimension, longer than 1, that a parameter lies on."""
+    found = sharding(parameter)
+    if found is None:
+        return []
+    names = found.mesh.mesh_dim_names or tuple(str(d) for d in range(found.mesh.ndim))
+    return [
+        (found.placements[d], names[d], found.mesh.get_group(d))
+        for d in range(found.mesh.ndim)
+        if found.mesh.size(d) > 1
+    ]
+
+
+def _spread_out(group: dist.ProcessGroup | None, parameters: Iterable[Tensor]) -> Replicas:
+    """The replicas of ``group``, with the groups over which each of them is spread."""
+    assert group is not None
+    ranks = set(dist.get_process_group_ranks(group))
+    parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for p in parameters:
+        for _, _, part in mesh_groups(p):
+            members = tuple(dist.get_process_group_ranks(part))
+            if not ranks.issuperset(members):
+                parts.setdefault(members, part)
+    return Replicas(group, list(parts.values()))
+
+
+def _refuse_shards_as_replicas(group: dist.ProcessGroup, parameters: Iterable[Tensor]) -> None:
+    ranks = set(dist.get_process_group_ranks(group))
+    for p in parameters:
+        for placement, name, part in mesh_groups(p):
+            together = sorted(ranks & set(dist.get_process_group_ranks(part)))
+            if len(together) > 1 and not isinstance(placement, Replicate):
+                raise ValueError(
+                    "process_group must have the ranks that hold the same shard of different replicas, but its ranks "
+                    f"{together} hold different shards, along mesh dimension {name!r}; pass the group of the "
+                    "data-parallel replicate dimension; with none there are only shards, no replicas to fan out"
+                )
+
+
+def refuse_shared_gradients(replicas: Replicas, optimizer: Optimizer) -> None:
+    """With local gradients: raise where parameters lie on a mesh over which their gradients are averaged all the same.
+
+    ``set_requires_all_reduce(False)`` of FSDP2 is no way out: it postpones the reduction, and there are no gradients
+    until it has been made up for.
+    """
+    if replicas.group is None:
+        return
+    ranks = set(dist.get_process_group_ranks(replicas.group))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for _, name, part in mesh_groups(p):
+                if ranks.issuperset(dist.get_process_group_ranks(part)):
+                    raise ValueError(
+                        'gradients="local" needs replicas that do not share a mesh, but gradients are averaged over '
+                        f"mesh dimension {name!r} in every step; shard each replica by itself, fully_shard(model, "
+                        'mesh=mesh["shard"]), and pass process_group=mesh.get_group("replicate")'
+                    )
+
+
+def as_saved(part: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of ``part``, this rank's of something with a parameter's shape, in the form to be saved: sharded alike."""
+    found = sharding(parameter)
+    if found is None:
+        return part.clone()
+    mesh, placements, shape, stride = found
+    return DTensor.from_local(part.clone(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def own_part(saved: Tensor, parameter: Tensor) -> Tensor:
+    """The inverse of :func:`as_saved`; a whole tensor is cut as the parameter is. No collective."""
+    found = sharding(parameter)
+    if isinstance(saved, DTensor):
+        if found is None or list(saved.placements) != list(found.placements) or saved.shape != found.shape:
+            raise ValueError(
+                f"a state saved with placements {saved.placements} cannot be loaded where they are "
+                f"{None if found is None else tuple(found.placements)}; save whole tensors, or use "
+                "torch.distributed.checkpoint, which cuts them anew"
+            )
+        here, there = found.mesh.get_coordinate(), saved.device_mesh.get_coordinate()
+        if here != there:
+            raise ValueError(
+                f"a state of sharded tensors was saved by the rank at {there} of the mesh, and cannot be loaded by the "
+                f"one at {here}; use torch.distributed.checkpoint, or a file for each rank, or save whole tensors"
+            )
+        return saved.to_local()
+    if found is not None and saved.shape == found.shape and saved.shape != local_tensor(parameter).shape:
+        saved = distribute_tensor(saved, found.mesh, found.placements, src_data_rank=None).to_local()
+    return saved
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -168,8 +301,13 @@ def trained_parameters(optimizer: Optimizer, model: nn.Module | None) -> list[nn
     groups: Iterable[Iterable[nn.Parameter]] = [g["params"] for g in optimizer.param_groups]
     for source in [*groups, *([model.parameters()] if model is not None else [])]:
         for parameter in source:
-            found.setdefault(id(parameter), parameter)
+            found.setdefault(_identity(parameter), parameter)
     return list(found.values())
+
+
+def _identity(parameter: Tensor) -> int:
+    # DistributedDataParallel over tensor parallelism gives the module new parameters, of the same memory, each forward.
+    return parameter.data_ptr() if getattr(parameter, "_st_info", None) is not None else id(parameter)
 
 
 def check_parameters(parameters: Iterable[Tensor]) -> None:
@@ -192,6 +330,12 @@ def shape_digest(tensors: Iterable[Tensor]) -> int:
     for t in tensors:
         digest = zlib.crc32(f"{tuple(t.shape)}{t.dtype}".encode(), digest)
     return digest
+
+
+def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    return rows
 
 
 def _store() -> Store:

@@ -29,7 +29,7 @@ from hdet.guard import GuardState, pack_guard, unpack_guard
 from hdet.history import RoundRecord
 from hdet.meeting import Note, compare_notes
 from hdet.outer import OuterStep, StatePolicy, reset_state, state_tensors
-from hdet.replicas import Replicas, local_tensor, shape_digest
+from hdet.replicas import Replicas, as_saved, local_tensor, own_part, shape_digest
 from hdet.rollback import CUT, Rollback
 from hdet.signal import Loss, LossMeter
 from hdet.spread import FloatArray
@@ -108,6 +108,7 @@ class RoundLoop:
         self.meter = LossMeter()
         self._anchor_shared = self._centre_shared = not apart
         self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
+        self.sinks: list[Callable[[RoundRecord], object]] = []
         self._converged_step = step
         self._shared_signal: FloatArray | None = None
         self._inside_converged = False
@@ -130,14 +131,20 @@ class RoundLoop:
 
     def before_optimizer_step(self) -> None:
         """Set the anchor in the first step, when the weights are what training starts from; sample the gradient."""
+        if _is_rehearsal(self.optimizer):
+            return
+        self._begin()
+        if self.gradient is not None:
+            self.gradient.sample(self.optimizer)
+
+    def _begin(self) -> None:
+        """Remember where training starts, unless it is known."""
         if self.anchor is not None and not self.anchor.copies:
             self.anchor.renew(self.weights.anchored())
         if self.rollback is not None:
             self.rollback.before_first_step(self.weights, self.optimizer)
         if self.apart:
             self.outer.begin(self.weights.anchored())
-        if self.gradient is not None:
-            self.gradient.sample(self.optimizer)
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         self.meter.observe(loss, weight)
@@ -174,13 +181,16 @@ class RoundLoop:
 
     def _end_round(self, step: int, schedule: FloatArray, *, last: bool) -> None:
         started = time.perf_counter()
+        self._begin()  # a GradScaler may have skipped every step so far
         steering = self.steering
         acting = self._has_controller() and self.acting[0] < step <= self.acting[1]
         has_probe = acting and self.board.probe is not None
         probe = self.board.evaluate(steering.positions(self._index), steering.positions()) if has_probe else math.nan
         needs_losses = acting and not has_probe and self._learns_from_losses()
         table = self._compare_notes(step, losses_required=needs_losses, probe=probe)
-        slopes = self.gradient.drain(self.replicas.group, self.replicas.device) if self.gradient is not None else None
+        replicas, slopes = self.replicas, None
+        if self.gradient is not None:
+            slopes = self.gradient.drain(replicas.group, replicas.device, replicas.parts)
         healthy = table["healthy"] > 0
         losses = np.where(healthy, table["losses"], np.nan)
         signal = losses if not has_probe else np.where(healthy, table["probes"], np.nan)
@@ -238,6 +248,8 @@ class RoundLoop:
         )
         self.meter.reset()
         self._shared_signal = None
+        for sink in self.sinks:
+            sink(self._history[-1])
 
     def _has_controller(self) -> bool:
         return self.steering.controller is not None or self.steering.panel.controller is not None
@@ -295,7 +307,7 @@ class RoundLoop:
             return
         healthy = self._compare_notes(step, losses_required=False)["healthy"] > 0
         if self.gradient is not None:
-            self.gradient.collect(self.replicas.group, self.replicas.device)
+            self.gradient.collect(self.replicas.group, self.replicas.device, self.replicas.parts)
         if self.apart:
             self._require_any(healthy, step)
             self._average(step, healthy)
@@ -337,6 +349,7 @@ class RoundLoop:
         self.write_knobs(at_base=self.finished)
 
     def _compare_notes(self, step: int, *, losses_required: bool, probe: float = math.nan) -> dict[str, FloatArray]:
+        self.weights.refuse_join(step)
         total, weight = self.meter.drain()
         digest = self.weights.digest()
         if self.optimizer_state == "average":
@@ -374,43 +387,51 @@ class RoundLoop:
 
     def weights_apart(self, step: int) -> bool:
         """Whether this replica's weights are not the mean: it has trained since, or been placed on the line."""
-        placed = self._on_line and not self._left_at_mean
+        begun = self.anchor is not None and bool(self.anchor.copies)
+        placed = self._on_line and begun and not self._left_at_mean
         return self.apart and (step != self._converged_step or placed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain types, and the anchor's tensors; the same on every replica."""
+        """Plain types, and the anchor's tensors, sharded as the weights are; the same on every replica.
+
+        And the same names at any time, so that a checkpoint can be read into the state of a run that has not begun.
+        """
         if self.replicas.count == 1:
             self.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
-        shared = self._shared_signal
+        shared = self._shared_signal if self._shared_signal is not None else np.empty((2, 0))
+        parameters = self.weights.anchored()
+        anchor = [] if self.anchor is None else self.anchor.copies or [local_tensor(p) for p in parameters]
         return {
             **self.steering.state_dict(),
-            "signal": None if shared is None else {"totals": shared[0].tolist(), "weights": shared[1].tolist()},
+            "signal": {"totals": shared[0].tolist(), "weights": shared[1].tolist()},
             "left_at_mean": self._left_at_mean and not self._inside_converged,
             **(self.rollback.state_dict() if self.rollback is not None else NO_ROLLBACK),
             "num_ranks": self.replicas.count,
             "num_calls": self.gradient.num_calls if self.gradient is not None else 0,
             "samples": self.gradient.samples.tolist() if self.gradient is not None else [],
-            "anchor": [copy.clone() for copy in self.anchor.copies] if self.anchor is not None else [],
+            "anchor": [as_saved(copy, p) for copy, p in zip(anchor, parameters, strict=bool(anchor))],
             "knobs": self.board.starts(),
-            "outer": self.outer.state_dict(),
+            "outer": self.outer.state_dict(parameters),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from ``state``; on another number of replicas with a new spread around the same base values."""
         num_ranks, signal = state["num_ranks"], state["signal"]
         mine, shared = (0.0, 0.0), None
-        if signal is not None and num_ranks == self.replicas.count:
+        if signal is not None and signal["totals"] and num_ranks == self.replicas.count:
             shared = np.array([signal["totals"], signal["weights"]], dtype=np.float64)
             if shared.shape != (2, num_ranks):
                 raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {signal!r}")
-            mine = (float(shared[0, self.replicas.index]), float(shared[1, self.replicas.index]))
+            total, weight = (shared[:, self.replicas.index] / self.replicas.num_parts).tolist()
+            mine = (total, weight)
         # What the rollback reads below is checked here, before anything has changed.
         unpack_guard(state["guard"])
         num_calls, _ = int(state["num_calls"]), int(state["num_rollbacks"])
         samples = np.array(state["samples"], dtype=np.float64).reshape(-1, self.steering.num_lrs)
-        anchor = state["anchor"]
+        self.weights.reshard()
+        anchor = [own_part(a, p) for a, p in zip(state["anchor"], self.weights.anchored(), strict=False)]
         shapes = [local_tensor(p).shape for p in self.weights.anchored()]
-        if anchor and [a.shape for a in anchor] != shapes:
+        if anchor and (len(state["anchor"]) != len(shapes) or [a.shape for a in anchor] != shapes):
             raise ValueError("anchor must have the shapes of the optimizer's parameters; it is of another model")
         left_at_mean = bool(state["left_at_mean"])
         self.outer.check_state(state["outer"], self.weights.anchored())
@@ -441,3 +462,10 @@ class RoundLoop:
                     self._place()
         self._left_at_mean = left_at_mean
         self._update_factors()
+
+
+def _is_rehearsal(optimizer: Optimizer) -> bool:
+    """Whether a step moves nothing: torch.distributed.checkpoint takes one to have optimizer state to read into."""
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    # One on an accelerator is not worth waiting for: checkpoint's are on the host.
+    return all(not (isinstance(lr, Tensor) and lr.device.type != "cpu") and float(lr) == 0 for lr in lrs)

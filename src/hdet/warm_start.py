@@ -11,10 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hdet.replicas import Replicas
+from hdet.replicas import Replicas, sharding
 
 
 @torch.no_grad()
@@ -64,7 +63,7 @@ def warm_noisy_init(
         for name, p in bare.named_parameters()
         if p.requires_grad and p.numel() and (filter is None or filter(name))
     }
-    if any(isinstance(p, DTensor) for p in chosen.values()):
+    if any(sharding(p) is not None for p in chosen.values()):
         raise ValueError("warm_noisy_init takes unsharded parameters, but got DTensors; call it before sharding")
     whole = math.sqrt(sum(p.double().square().sum().item() for p in chosen.values())) if scope == "model" else 0.0
     num_whole = sum(p.numel() for p in chosen.values())

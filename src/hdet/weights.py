@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.converge import Buffers, is_healthy, mean_, memory_view
@@ -39,11 +41,35 @@ class Weights:
 
     def averaged(self) -> list[Tensor]:
         """What trains or has trained in this round, and the buffers."""
+        self.reshard()
         parameters = [
             p for p in trained_parameters(self.optimizer, self.model) if p.requires_grad or id(p) in self._trainable
         ]
         buffers = {id(b): b for b in self.model.buffers()} if self.model is not None else {}
         return [*parameters, *buffers.values()]
+
+    def reshard(self) -> None:
+        """Let go of parameters that ``fully_shard`` has gathered for an evaluation and kept.
+
+        It keeps the root module's until a backward pass, unless told otherwise, and would go on with old weights.
+        """
+        if self.model is None or not any(isinstance(p, DTensor) for p in self.anchored()):
+            return
+        from torch.distributed.fsdp import FSDPModule  # loaded already where it is used, and slow to load where not
+
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def refuse_join(self, step: int) -> None:
+        """Raise inside DistributedDataParallel's ``join()``: ranks that are done answer other collectives than ours."""
+        for module in self.model.modules() if self.model is not None else ():
+            if isinstance(module, DistributedDataParallel) and module._join_config.enable:
+                raise RuntimeError(
+                    f"replicas cannot converge inside DistributedDataParallel.join(), but step {step} is: ranks that "
+                    "have run out of data would not take part, and in the end one rank's weights would replace all "
+                    "others'. Give every rank the same number of batches, e.g. DistributedSampler(drop_last=True)"
+                )
 
     def local(self) -> dict[int, Tensor]:
         """This rank's part of what is averaged, every element of memory once, by the identity of the whole."""
@@ -59,7 +85,7 @@ class Weights:
     def average(self, healthy: BoolArray, *, step: int, share: float = 1.0) -> float:
         """Eq. 3. Returns the largest distance of a healthy replica from the mean; ``share``: what this one counts."""
         distance = mean_(self.local().values(), self.replicas, healthy.tolist(), self._buffers, share=share).item()
-        distances = self.replicas.gather([distance], step=step)[:, 0]
+        distances = np.linalg.norm(self.replicas.gather([distance], step=step)[:, :, 0], axis=1)
         self._trainable = self._requiring_grad()
         return float(distances[healthy].max())
 
@@ -77,6 +103,7 @@ class Weights:
             yield
         finally:
             self._trainable = trainable
+            self.reshard()
             with torch.no_grad():
                 for tensor, value in zip(tensors, own, strict=True):
                     tensor.copy_(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from hdet.history import RoundRecord
 from hdet.knobs import Knob, LearningRate
 from hdet.outer import OuterStep, StatePolicy
 from hdet.probe import Probe
-from hdet.replicas import Replicas, check_parameters, shape_digest, trained_parameters
+from hdet.replicas import Replicas, check_parameters, refuse_shared_gradients, shape_digest, trained_parameters
 from hdet.rollback import Rollback
 from hdet.rounds import RoundLoop
 from hdet.signal import Loss
@@ -112,6 +112,15 @@ class RoundFace:
         """
         self._rounds.finish(self.last_epoch)
 
+    def add_sink(self, sink: Callable[[RoundRecord, Sequence[str]], object]) -> None:
+        """Call ``sink`` with the record of each round that ends from now on, and the names of the param groups.
+
+        At the end of a round, on every replica; never inside the steps between.
+        """
+        groups = self.optimizer.param_groups
+        names = [str(group.get("name", f"group{k}")) for k, group in enumerate(groups)]
+        self._rounds.sinks.append(lambda record: sink(record, names))
+
     @property
     def history(self) -> list[RoundRecord]:
         """One record per finished round, the newest last; the last 1000 are kept."""
@@ -159,14 +168,35 @@ class RoundFace:
                     scheduler._refresh()
                 scheduler._rounds.write_knobs(at_base=scheduler._rounds.finished)
 
-        def before_step(_: Optimizer, args: Any, kwargs: Any) -> None:
-            if (scheduler := this()) is not None:
+        def before_step(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            if (scheduler := this()) is None:
+                return None
+            # With a closure, gradients are there only after its first call; Lightning always passes one. The first
+            # argument may be the optimizer itself.
+            at = next((i for i, a in enumerate(args) if callable(a) and not isinstance(a, Optimizer)), None)
+            closure = kwargs.get("closure") if at is None else args[at]
+            if closure is None:
                 scheduler._rounds.before_optimizer_step()
+                return None
+            called = False
+
+            def closure_then_sample() -> Any:
+                nonlocal called
+                loss = closure()
+                if not called:
+                    called = True
+                    scheduler._rounds.before_optimizer_step()
+                return loss
+
+            if at is None:
+                return args, {**kwargs, "closure": closure_then_sample}
+            return (*args[:at], closure_then_sample, *args[at + 1 :]), kwargs
 
         optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
         if loop.anchor is not None or loop.rollback is not None or loop.outer.kind == "nesterov":
-            optimizer.register_step_pre_hook(before_step)
+            # A compiled step must not trace it: what it counts would have to be compiled anew in every step.
+            optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
 
 
 def agree(
@@ -215,6 +245,8 @@ def make_loop(
     knob_of_group = [0] * num_groups if together else list(range(num_groups))
     wanted = spread > 0 or gradients == "local" or any(panel.spreads)
     apart = wanted and replicas.count > 1
+    if apart and gradients == "local":
+        refuse_shared_gradients(replicas, optimizer)
     spread = spread if apart else 0.0
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
     anchored = signal == "gradient" or (anchor != "round" and spread > 0)
@@ -223,7 +255,9 @@ def make_loop(
     if signal == "gradient":
         assert kept is not None
         every = sample_every or default_sample_every(optimizer, interval)
-        gradient = GradientSignal(kept, knob_of_group, sample_every=every, num_ranks=replicas.count)
+        gradient = GradientSignal(
+            kept, knob_of_group, sample_every=every, num_ranks=replicas.count * replicas.num_parts
+        )
     steering = Steering(
         num_knobs=max(knob_of_group) + 1,
         num_replicas=replicas.count if apart else 1,

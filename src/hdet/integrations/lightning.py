@@ -1,0 +1,152 @@
+"""Lightning: ``Trainer(callbacks=[HDETCallback()])``, with the module as it is."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hdet.integrations.common import Make, Scheduler, make_scheduler, missing
+from hdet.sinks import Sink
+
+try:
+    # Both names of the package have a Callback of their own; the Trainer is that of the one already in use.
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        from pytorch_lightning.callbacks import Callback
+        from pytorch_lightning.utilities.types import LRSchedulerConfig
+    else:
+        from lightning.pytorch.callbacks import Callback
+        from lightning.pytorch.utilities.types import LRSchedulerConfig
+except ImportError as error:
+    raise missing("lightning", "lightning") from error
+
+
+class HDETCallback(Callback):
+    """Wraps the schedule that ``configure_optimizers`` returned, with ``"interval": "step"``, in AutoLR.
+
+    Where it returned none, the learning rate of the optimizer is the schedule. Where it returned a scheduler of HDET,
+    that one is used. One optimizer step is one step, whatever ``accumulate_grad_batches`` is; the loss is the mean over
+    micro-batches, and is not read before a round ends. Validation and every ``trainer.save_checkpoint`` see the mean
+    weights. The scheduler's state is the checkpoint's ``lr_schedulers`` entry.
+
+    Args:
+        make: builds the scheduler around the configured schedule; default AutoLR with ``settings``.
+        log: whether to show and log learning rate, scale and z at the end of a round.
+        sinks: each gets the record of every round.
+        settings: arguments of AutoLR. ``total_steps`` comes from the Trainer, ``model`` is the wrapped module.
+
+    Attributes:
+        scheduler: the scheduler, from the start of fit.
+    """
+
+    def __init__(
+        self, make: Make | None = None, *, log: bool = True, sinks: Sequence[Sink] = (), **settings: Any
+    ) -> None:
+        self.scheduler: Scheduler | None = None
+        self._make = make
+        self._settings = settings
+        self._log = log
+        self._sinks = sinks
+        self._last_round = -1
+        self._validation = ExitStack()
+        self._interrupted = False
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        # The strategy has wrapped the module, and the state of the schedule is restored after this hook.
+        config = _config(trainer)
+        steps = trainer.estimated_stepping_batches
+        total_steps = int(steps) if 0 < steps < math.inf else None
+        model = trainer.strategy.model
+        self.scheduler = make_scheduler(
+            config.scheduler, self._make, self._settings, model=model, total_steps=total_steps
+        )
+        config.scheduler = self.scheduler
+        self._interrupted = False
+        self._guard_saves(trainer)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        # The one hook that has the loss before the schedule is stepped. By now it is divided for accumulation, and
+        # multiplied by a GradScaler, whose get_scale() would wait for the device.
+        scale = getattr(getattr(trainer.precision_plugin, "scaler", None), "_scale", None)
+        loss = loss.detach() * trainer.accumulate_grad_batches
+        self._hdet.observe(loss if scale is None else loss / scale)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        history = self._hdet.history
+        if not history or history[-1].index == self._last_round:
+            return
+        record = history[-1]
+        self._last_round = record.index
+        for sink in self._sinks:
+            sink.update(self._hdet)
+        if self._log:
+            values = {"lr": record.base_values[0], "scale": record.scales[0]}
+            if "z" in record.control and math.isfinite(record.control["z"][0]):
+                values["z"] = record.control["z"][0]
+            pl_module.log_dict(
+                {f"hdet/{name}": torch.tensor(value) for name, value in values.items()},
+                prog_bar=True,
+                batch_size=1,  # else Lightning looks for it in the batch, and warns where it cannot tell
+            )
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.scheduler is not None and trainer.state.fn == "fit":
+            self._validation.enter_context(self.scheduler.converged())
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._validation.close()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._hdet.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # Other ranks may not be here: a checkpoint written now must not wait for them.
+        self._interrupted = True
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        trainer.__dict__.pop("save_checkpoint", None)
+
+    def _guard_saves(self, trainer: Any) -> None:
+        """Callbacks and users save through this method, on every rank; by ``on_save_checkpoint`` weights are taken."""
+        trainer.__dict__.pop("save_checkpoint", None)
+        save = trainer.save_checkpoint
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            if self._interrupted:
+                save(*args, **kwargs)
+            else:
+                with self._hdet.converged():
+                    save(*args, **kwargs)
+
+        trainer.save_checkpoint = save_checkpoint
+
+    @property
+    def _hdet(self) -> Scheduler:
+        assert self.scheduler is not None
+        return self.scheduler
+
+
+def _config(trainer: Any) -> Any:
+    """The place of the one schedule; a constant one where the module has none."""
+    configs = trainer.strategy.lr_scheduler_configs
+    if len(trainer.optimizers) != 1 or len(configs) > 1 or not trainer.lightning_module.automatic_optimization:
+        raise ValueError(
+            "HDETCallback needs automatic optimization, one optimizer and at most one schedule, but got "
+            f"{len(trainer.optimizers)} and {len(configs)}; in manual optimization call scheduler.step(loss) yourself"
+        )
+    if not configs:
+        constant = torch.optim.lr_scheduler.LambdaLR(trainer.optimizers[0], lambda step: 1.0)
+        configs.append(LRSchedulerConfig(constant, interval="step"))
+    config = configs[0]
+    if config.interval != "step" or config.frequency != 1 or config.reduce_on_plateau:
+        raise ValueError(
+            'the schedule must be stepped with every optimizer step, but got {"interval": '
+            f'"{config.interval}", "frequency": {config.frequency}, "reduce_on_plateau": {config.reduce_on_plateau}}}; '
+            'return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}}'
+        )
+    return config

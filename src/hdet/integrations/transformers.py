@@ -1,0 +1,146 @@
+"""Transformers: ``HDETTrainerCallback.attach(trainer)``, with the Trainer and its arguments as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hdet.integrations.common import Make, Scheduler, make_scheduler, missing
+from hdet.sinks import Sink
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise missing("transformers", "transformers") from error
+
+
+class HDETTrainerCallback(TrainerCallback):
+    """Puts AutoLR around the Trainer's schedule, and the mean weights into evaluations and checkpoints.
+
+    One optimizer step is one step, whatever ``gradient_accumulation_steps`` is. The loss is the one ``training_step``
+    returns, and is not read before a round ends. The scheduler's state is the checkpoint's ``scheduler.pt``.
+
+    No callback of the Trainer carries the loss, replaces the schedule before its state is loaded, or surrounds an
+    evaluation; so :meth:`attach` puts its own versions of four methods on the one trainer it is given.
+
+    Args:
+        make: builds the scheduler around the Trainer's schedule; default AutoLR with ``settings``.
+        sinks: each gets the record of every round.
+        settings: arguments of AutoLR. ``total_steps`` comes from the Trainer, ``model`` is its model.
+
+    Attributes:
+        scheduler: the scheduler, from the start of training.
+    """
+
+    def __init__(self, make: Make | None = None, *, sinks: Sequence[Sink] = (), **settings: Any) -> None:
+        if settings.get("gradients", "shared") != "shared":
+            raise ValueError(
+                f'gradients must be "shared" under the Trainer, but got gradients={settings["gradients"]!r}; it '
+                "decides itself when gradients are averaged"
+            )
+        self.scheduler: Scheduler | None = None
+        self._make = make
+        self._sinks = sinks
+        self._settings = settings
+
+    @classmethod
+    def attach(cls, trainer: Any, make: Make | None = None, **settings: Any) -> HDETTrainerCallback:
+        """Make a callback, and give it to ``trainer``. Before ``trainer.train()``."""
+        needed = ("create_scheduler", "training_step", "_maybe_log_save_evaluate", "log")
+        if absent := [name for name in needed if not hasattr(trainer, name)]:
+            raise TypeError(
+                f"trainer must be a transformers.Trainer with {needed}, but {type(trainer).__name__} has no {absent}"
+            )
+        callback = cls(make, **settings)
+        callback._wrap_schedule(trainer)
+        callback._wrap_loss(trainer)
+        callback._wrap_saves(trainer)
+        callback._wrap_log(trainer)
+        trainer.add_callback(callback)
+        return callback
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for sink in self._sinks:
+            sink.update(self._hdet)
+
+    def _wrap_schedule(self, trainer: Any) -> None:
+        create = trainer.create_scheduler
+
+        def create_scheduler(num_training_steps: int, optimizer: Any = None) -> Scheduler:
+            schedule = create(num_training_steps, optimizer)
+            self.scheduler = make_scheduler(
+                schedule, self._make, self._settings, model=trainer.model, total_steps=num_training_steps
+            )
+            trainer.lr_scheduler = self.scheduler
+            return self.scheduler
+
+        trainer.create_scheduler = create_scheduler
+
+    def _wrap_loss(self, trainer: Any) -> None:
+        training_step = trainer.training_step
+
+        def observed(model: Any, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
+            num_items = _num_items(trainer, inputs)
+            loss: Tensor = training_step(model, inputs, num_items_in_batch, **kwargs)
+            if num_items is None or num_items_in_batch is None:
+                self._hdet.observe(loss * trainer.current_gradient_accumulation_steps)
+            else:
+                # Divided by the items of all micro-batches and ranks, so that a rank with fewer items looks better
+                # than it is: bring it back to a mean over its own.
+                ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
+                items = num_items.to(loss.device).float()
+                mine = loss * num_items_in_batch / (items.clamp(min=1) * ranks)
+                self._hdet.observe(mine, weight=items)
+            return loss
+
+        trainer.training_step = observed
+
+    def _wrap_saves(self, trainer: Any) -> None:
+        log_save_evaluate = trainer._maybe_log_save_evaluate
+
+        def at_mean(*args: Any, **kwargs: Any) -> None:
+            if trainer.control.should_evaluate or trainer.control.should_save:
+                with self._hdet.converged():
+                    log_save_evaluate(*args, **kwargs)
+            else:
+                log_save_evaluate(*args, **kwargs)
+            # Not at on_train_end: by then the best checkpoint may have been loaded.
+            if trainer.control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps:
+                self._hdet.finish()
+
+        trainer._maybe_log_save_evaluate = at_mean
+
+    def _wrap_log(self, trainer: Any) -> None:
+        log = trainer.log  # by on_log the entry is in the history, and with the loggers that come first
+
+        def with_scale(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if "learning_rate" in logs and self._hdet.history:
+                record = self._hdet.history[-1]
+                logs = {**logs, "hdet/scale": record.scales[0]}
+                if "z" in record.control:
+                    logs["hdet/z"] = record.control["z"][0]
+            log(logs, *args, **kwargs)
+
+        trainer.log = with_scale
+
+    @property
+    def _hdet(self) -> Scheduler:
+        assert self.scheduler is not None
+        return self.scheduler
+
+
+def _num_items(trainer: Any, inputs: Any) -> Tensor | None:
+    """How many labels a micro-batch has on this rank, where the Trainer divides by their number."""
+    scaled = (
+        trainer.loss_is_scaled_for_ga
+        if getattr(trainer, "loss_is_scaled_for_ga", None) is not None
+        else (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+    )
+    labels = inputs.get("shift_labels", inputs.get("labels")) if scaled else None
+    if not isinstance(labels, Tensor):
+        return None
+    if "shift_labels" not in inputs and getattr(trainer, "_loss_shifts_labels", False):
+        labels = labels[..., 1:]
+    return labels.ne(-100).sum()

@@ -1,0 +1,170 @@
+"""What the tests of native PyTorch stacks share: a small regression, all of it a function of step and place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from hdet import AutoLR, Explorer, OneCycleAutoLR
+from hdet.knobs import LearningRate
+
+TOTAL_STEPS, INTERVAL, SPREAD, MAX_LR = 12, 4, 0.3, 0.05
+
+Scheduler = OneCycleAutoLR | AutoLR | Explorer
+Face = Callable[..., Scheduler]
+
+
+def net(num_hidden: int = 4) -> nn.Sequential:
+    """The same weights in every process."""
+    module = nn.Sequential(nn.Linear(3, num_hidden), nn.Tanh(), nn.Linear(num_hidden, 1)).double()
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=g))
+    return module
+
+
+def batch(step: int, index: int = 0, count: int = 1) -> tuple[Tensor, Tensor]:
+    """Part ``index`` of ``count`` of a batch of 24 rows."""
+    g = torch.Generator().manual_seed(step)
+    x = torch.randn(24, 3, generator=g, dtype=torch.float64)
+    y = torch.sin(x.sum(1, keepdim=True)) + 0.3 * torch.randn(24, 1, generator=g, dtype=torch.float64)
+    return x[index::count], y[index::count]
+
+
+def paper(optimizer: Optimizer, model: nn.Module, **options: Any) -> OneCycleAutoLR:
+    settings: dict[str, Any] = {
+        "ensemble_lr_spread_ratio": SPREAD,
+        "model_sync_interval": INTERVAL,
+        "enable_auto_lr": True,
+        "auto_lr_warmup_steps": 0,
+        "loss_scale": 0.1,
+        "cycle_momentum": False,
+    }
+    return OneCycleAutoLR(optimizer, MAX_LR, TOTAL_STEPS, model=model, **{**settings, **options})
+
+
+def loss_signal(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:
+    return _auto(optimizer, model, signal="loss", spread=SPREAD, **options)
+
+
+def gradient_signal(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:
+    return _auto(optimizer, model, **options)
+
+
+def _auto(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:
+    schedule = OneCycleLR(optimizer, MAX_LR, TOTAL_STEPS, cycle_momentum=False)
+    settings: dict[str, Any] = {"interval": INTERVAL, "start_steps": 0, "first_scale": 0.5, "hold_share": 0.0}
+    return AutoLR(schedule, model=model, **{**settings, **options})
+
+
+def nesterov(optimizer: Optimizer, model: nn.Module, **options: Any) -> Explorer:
+    settings: dict[str, Any] = {"knobs": [LearningRate(spread=SPREAD)], "interval": INTERVAL, "outer": "nesterov"}
+    return Explorer(model, optimizer, **{**settings, **options})
+
+
+FACES: dict[str, Face] = {"paper": paper, "loss": loss_signal, "gradient": gradient_signal, "nesterov": nesterov}
+
+
+class Run:
+    """A model in training.
+
+    Args:
+        model: as it is called, wrapped or sharded.
+        face: makes the scheduler.
+        place: which part of the batch this process has, of how many.
+        make: the optimizer's class.
+        forward: what is called instead of the model.
+        options: of the scheduler.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        face: Face,
+        place: tuple[int, int],
+        *,
+        make: Any = torch.optim.Adam,
+        forward: Any = None,
+        **options: Any,
+    ) -> None:
+        # The order of dimensions in DDP's buckets of a model of two tensor-parallel layers.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        self.model = model
+        self.place = place
+        self.optimizer: Optimizer = make(model.parameters(), lr=MAX_LR)
+        self.scheduler = face(self.optimizer, model, **options)
+        self.forward = model if forward is None else forward
+
+    def loss(self, step: int | None = None) -> Tensor:
+        x, y = batch(self.scheduler.last_epoch + 1 if step is None else step, *self.place)
+        return nn.functional.mse_loss(self.forward(x), y)
+
+    def step(self, accident: Callable[[], None] | None = None) -> None:
+        """One step, with something that happens between the optimizer's and the scheduler's."""
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        if accident is not None:
+            accident()
+        self.scheduler.step(loss)
+
+    def advance(self, until: int) -> list[Any]:
+        rows = []
+        while self.scheduler.last_epoch < until:
+            self.step()
+            rows.append((self.lrs(), self.weights()))
+        return rows
+
+    def lrs(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def weights(self) -> list[float]:
+        return weights(self.model)
+
+    def told(self) -> list[Any]:
+        """What the controller saw and did, round by round."""
+        return [
+            (record.step, record.losses, record.scales, record.control.get("slope", ()))
+            for record in self.scheduler.history
+        ]
+
+    def converged(self) -> AbstractContextManager[None]:
+        return self.scheduler.converged() if self.scheduler.last_epoch else nullcontext()
+
+
+def weights(model: nn.Module) -> list[float]:
+    """All of them, of sharded parameters too."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [v for t in whole for v in t.detach().flatten().tolist()]
+
+
+def everyone(value: Any) -> list[Any]:
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, value)
+    return rows
+
+
+def alike(value: Any) -> bool:
+    """Whether all processes have the same ``value``."""
+    rows = everyone(value)
+    return all(row == rows[0] for row in rows)
+
+
+def error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (Exception, CheckpointException) as found:  # the latter is a BaseException
+        return f"{type(found).__name__}: {found}"
+    return ""

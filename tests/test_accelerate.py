@@ -1,0 +1,153 @@
+"""Accelerate on two processes does what a plain loop does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework_task import (
+    APART,
+    BATCH,
+    GRADIENT,
+    SAVED_STEP,
+    STEPS,
+    Model,
+    Samples,
+    check_apart,
+    check_same,
+    make_optimizer,
+    make_schedule,
+    num_samples,
+    plain_runs,
+    pretend_torchrun,
+    watch,
+)
+from hdet import AutoLR, OneCycleAutoLR
+from hdet.launch import launch
+
+pytest.importorskip("accelerate", reason="pip install 'hdet[accelerate]'")
+
+PREPARE = ("scheduler_before", "schedule_after", "scheduler_prepared")
+
+
+def _fit(settings: dict[str, Any], accumulate: int, how: str, folder: str, *, resume: bool = False) -> dict[str, Any]:
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.state import AcceleratorState, GradientState
+
+    from hdet.integrations.accelerate import HDETScheduler
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=accumulate,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
+    )
+    inner = Model()
+    optimizer = make_optimizer(inner)
+    lrs = watch(optimizer)
+    settings = {"total_steps": STEPS, **settings}
+    loader = torch.utils.data.DataLoader(Samples(num_samples(accumulate)), batch_size=BATCH)
+    model, loader = accelerator.prepare(inner, loader)
+    given: Any
+    if how == "schedule_after":
+        optimizer = accelerator.prepare(optimizer)
+        scheduler = HDETScheduler(accelerator, make_schedule(optimizer), **settings)
+    else:
+        given = AutoLR(make_schedule(optimizer), **settings)
+        optimizer = accelerator.prepare(optimizer)
+        if how == "scheduler_prepared":
+            given = accelerator.prepare(given)
+        scheduler = HDETScheduler(accelerator, given)
+    if resume:
+        scheduler.load_state(folder)
+    refused = ""
+    first = SAVED_STEP * accumulate if resume else 0
+    for batch in accelerator.skip_first_batches(loader, first):
+        with accelerator.accumulate(model):
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step(loss)
+            optimizer.zero_grad()
+        if folder and not resume and accelerator.sync_gradients and scheduler.scheduler.last_epoch == SAVED_STEP:
+            try:
+                accelerator.save_state(folder)
+            except RuntimeError as error:
+                refused = str(error)
+            scheduler.save_state(folder)
+    assert len(scheduler.history) == (STEPS - (4 if resume else 0)) // settings["interval"]
+    return {"lrs": lrs, "losses": inner.losses, "weights": inner.flat(), "refused": refused}
+
+
+def _all(folder: str) -> dict[str, Any]:
+    pretend_torchrun()
+    found: dict[str, Any] = {"plain": plain_runs("blocks")}
+    for accumulate in (1, 2):
+        for how in PREPARE:
+            found[f"{how}-{accumulate}"] = _fit(GRADIENT, accumulate, how, "")
+    found["saved"] = _fit(APART, 2, "scheduler_prepared", folder)
+    found["resumed"] = _fit(APART, 2, "schedule_after", folder, resume=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("accelerate")
+    return launch(_all, 2, str(folder), timeout_s=100), folder
+
+
+Results = tuple[list[dict[str, Any]], Path]
+
+
+@pytest.mark.parametrize("how", PREPARE)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_optimizer_step_is_one_step(results: Results, how: str, accumulate: int) -> None:
+    for replica in results[0]:
+        found = replica[f"{how}-{accumulate}"]
+        assert len(found["lrs"]) == STEPS
+        check_same(found, replica["plain"][f"gradient-{accumulate}"])
+
+
+def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> None:
+    replicas, folder = results
+    from safetensors.torch import load_file
+
+    on_disk = [x for p in load_file(folder / "model.safetensors").values() for x in p.flatten().tolist()]
+    check_apart(replicas)
+    torch.testing.assert_close(sorted(on_disk), sorted(replicas[0]["plain"]["mean"]))
+
+
+def test_a_bare_save_of_replicas_apart_is_refused(results: Results) -> None:
+    for replica in results[0]:
+        assert "must not be called while replicas are apart" in replica["saved"]["refused"]
+        assert "scheduler.save_state()" in replica["saved"]["refused"]
+
+
+def _one_cycle() -> tuple[list[float], int]:
+    pretend_torchrun()
+    from accelerate import Accelerator
+
+    from hdet.integrations.accelerate import HDETScheduler
+
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(make_optimizer(Model()))
+    inner = OneCycleAutoLR(
+        optimizer.optimizer, max_lr=0.1, total_steps=8, ensemble_lr_spread_ratio=0.2, model_sync_interval=4
+    )
+    scheduler = HDETScheduler(accelerator, accelerator.prepare(inner))
+    lrs = []
+    for _ in range(8):
+        lrs.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step(1.0)
+    return lrs, len(scheduler.history)
+
+
+def test_one_cycle_steps_once_too() -> None:
+    (first, rounds), (second, _) = launch(_one_cycle, 2, timeout_s=60)
+    assert rounds == 2
+    assert sorted(a / b for a, b in zip(first, second, strict=True))[0] == pytest.approx(0.8 / 1.2)
