@@ -15,7 +15,7 @@ demo: .venv/.ready
 	$(BIN)/hdet demo
 
 test: lint types browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # A test opens a report in a real browser, and is skipped where there is none.
 browser:
