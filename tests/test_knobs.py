@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hdet import knobs
 from hdet.board import Board
-from hdet.knobs import _TO_SPACE, Knob, LearningRate, Space
+from hdet.knobs import Knob, LearningRate
+from hdet.knobs.base import TO_SPACE, Space
 from hdet.spread import FloatArray
 
 positions = st.floats(-30, 30)
@@ -85,7 +86,7 @@ def test_positions_can_be_read_off_values(knob: Knob, position: float) -> None:
     assert low <= 0 <= high
     inside = min(max(position, low), high)
     assume(abs(inside) < 12)  # where a logit is not rounded to 1
-    to = _TO_SPACE[knob.space]
+    to = TO_SPACE[knob.space]
     assert (to(knob.value_at(position)) - to(knob.start)) / knob.unit == pytest.approx(inside, abs=1e-6)
 
 
