@@ -458,14 +458,18 @@ def _one_broken_rank() -> dict[str, Any]:
             loss = run.loss()
             torch.autograd.backward(loss)
             run.optimizer.step()
+            trained = run.weights()
             if run.rank == 1:
                 _break(run, math.nan)
             run.scheduler.step(loss)
             out[f"{name}: finite"] = all(math.isfinite(w) for w in run.weights())
             record = run.scheduler.history[-1]
             out[f"{name}: named"] = record.unhealthy == (1,)
-            if name != "loss":
-                # Replicas that should be equal are not averaged: the broken one must not stay, nor be remembered.
+            if name == "gradient":
+                # Equal replicas: the broken one receives what the others have, who lose nothing.
+                out[f"{name}: mended"] = record.num_rollbacks == 0 and run.weights() == trained
+            if name == "gradient, sharded":
+                # Nobody else has what is broken.
                 out[f"{name}: undone"] = record.num_rollbacks == 1 and run.weights() == healthy
         except Exception as error:
             out[f"{name}: {type(error).__name__}: {error}"] = False

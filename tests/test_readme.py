@@ -56,7 +56,7 @@ def test_links_lead_somewhere() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("hdet.spread", "hdet.launch", "hdet.testing", "hdet.explorer"),
+        *("hdet.spread", "hdet.launch", "hdet.testing.controllers", "hdet.explorer"),
         *("hdet.schedulers.auto_lr", "hdet.schedulers.one_cycle"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-import hdet.testing
+import hdet.testing.controllers
 from hdet.controllers import Controller, Decision, Evidence, EvidenceController, Hold, PaperController
 from hdet.spread import FloatArray
 from hdet.testing import check_controller
@@ -215,6 +215,6 @@ def test_a_broken_controller_is_named(broken: type[_Good]) -> None:
 
 
 def test_the_example_runs() -> None:
-    result = doctest.testmod(hdet.testing)
+    result = doctest.testmod(hdet.testing.controllers)
     assert result.attempted == 3
     assert result.failed == 0

@@ -3,8 +3,9 @@
 from hdet import knobs
 from hdet.explorer import Explorer
 from hdet.history import RoundRecord
+from hdet.operations import Operations
 from hdet.schedulers import AutoLR, OneCycleAutoLR
 from hdet.warm_start import warm_noisy_init
 
-__all__ = ["AutoLR", "Explorer", "OneCycleAutoLR", "RoundRecord", "knobs", "warm_noisy_init"]
+__all__ = ["AutoLR", "Explorer", "OneCycleAutoLR", "Operations", "RoundRecord", "knobs", "warm_noisy_init"]
 __version__ = "0.1.0"

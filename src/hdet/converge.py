@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,17 +48,18 @@ def mean_(
     buffers: Buffers | None = None,
     *,
     share: float = 1.0,
+    receives: bool = True,
 ) -> Tensor:
     """Replace each tensor by its mean over the healthy replicas, in place and bit-identically on all of them.
 
     Floating-point and complex tensors are summed in float32 (float64 for float64), whatever their own precision;
     integer and boolean tensors become the maximum. Tensors may be strided, empty or expanded. A replica that is not
     healthy contributes nothing and receives the mean. ``share`` is what this replica's floating-point values count,
-    1 on average over the healthy ones.
+    1 on average over the healthy ones. With ``receives=False`` this replica gives, and keeps what it has.
 
     Returns:
-        The Euclidean distance between this replica's floating-point values and the mean, as a 0-d tensor that nobody
-        has waited for.
+        The Euclidean distance between this replica's floating-point values and the mean it received, as a 0-d tensor
+        that nobody has waited for.
     """
     contributes = healthy[replicas.index]
     num_healthy = sum(healthy)
@@ -68,7 +69,7 @@ def mean_(
 
     def finish(bucket: _Bucket) -> None:
         bucket.work.wait()
-        for piece, total in zip(bucket.pieces, bucket.views, strict=True):
+        for piece, total in zip(bucket.pieces, bucket.views, strict=True) if receives else ():
             if not piece.is_floating_point():
                 piece.copy_(total)
                 continue
@@ -93,24 +94,83 @@ def mean_(
             free.append(torch.empty(min(BUCKET_BYTES, num_bytes), dtype=torch.uint8, device=device))
         buffer = free.pop()
         flat = buffer[: size * dtype.itemsize].view(dtype)
-        views = [v.view(p.shape) for v, p in zip(torch.split(flat, [p.numel() for p in pieces]), pieces, strict=True)]
+        views = _views(flat, pieces)
         is_integer = dtype == torch.int64
-        if not contributes:
-            flat.fill_(torch.iinfo(dtype).min if is_integer else 0)
-        elif all(p.dtype == dtype and p.is_contiguous() for p in pieces):
-            torch.cat([p.view(-1) for p in pieces], out=flat)  # on the host twice as fast as copying
+        if contributes:
+            _pack(pieces, views, flat)
         else:
-            torch._foreach_copy_(views, pieces)
+            flat.fill_(torch.iinfo(dtype).min if is_integer else 0)
         if share != 1 and not is_integer:
             flat.mul_(share)
-        op = dist.ReduceOp.MAX if is_integer else dist.ReduceOp.SUM
-        work = dist.all_reduce(flat, op, group=replicas.group, async_op=True)
-        in_flight.append(_Bucket(buffer, pieces, views, work))
+        in_flight.append(_Bucket(buffer, pieces, views, _all_reduce(flat, replicas)))
     for bucket in in_flight:
         finish(bucket)
     if not squares:
         return torch.zeros(())
     return torch.stack([s.double().cpu() if s.device.type == "mps" else s.double() for s in squares]).sum().sqrt()
+
+
+class Flight:
+    """A mean on its way (Eq. 3) while training goes on. Takes two copies of the tensors until it lands.
+
+    Args:
+        tensors: as in :func:`mean_`.
+        replicas: who takes part; all of them healthy.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], replicas: Replicas) -> None:
+        self._tensors = [memory_view(t) for t in tensors if t.numel()]
+        self._own = [t.clone() for t in self._tensors]
+        self._count = replicas.count
+        self._buckets: list[_Bucket] = []
+        for pieces, own in zip(_buckets(self._tensors), _buckets(self._own), strict=True):
+            device, dtype = _kind(pieces[0])
+            flat = torch.empty(sum(p.numel() for p in pieces), dtype=dtype, device=device)
+            views = _views(flat, pieces)
+            _pack(own, views, flat)
+            self._buckets.append(_Bucket(flat, pieces, views, _all_reduce(flat, replicas)))
+
+    @torch.no_grad()
+    def land(self, settle: Callable[[], None]) -> None:
+        """Wait for the mean; then each tensor is where ``settle`` leaves the mean, plus what it has been trained since.
+
+        ``settle`` is called with the tensors at the mean. Nobody waits for other replicas' later steps.
+        """
+        moving = [(t, own) for t, own in zip(self._tensors, self._own, strict=True) if t.dtype != torch.bool]
+        for tensor, own in moving:
+            torch.sub(tensor, own, out=own)
+        for bucket in self._buckets:
+            bucket.work.wait()
+            for piece, total in zip(bucket.pieces, bucket.views, strict=True):
+                if piece.is_floating_point():
+                    torch.div(total, self._count, out=piece)
+                else:
+                    piece.copy_(total)
+        settle()
+        for tensor, trained in moving:
+            tensor.add_(trained)
+
+    def abandon(self) -> None:
+        """Wait for the mean and forget it: its memory must not be freed under a collective."""
+        for bucket in self._buckets:
+            bucket.work.wait()
+
+
+def _views(flat: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
+    return [v.view(p.shape) for v, p in zip(torch.split(flat, [p.numel() for p in pieces]), pieces, strict=True)]
+
+
+def _pack(pieces: Sequence[Tensor], views: Sequence[Tensor], flat: Tensor) -> None:
+    if all(p.dtype == flat.dtype and p.is_contiguous() for p in pieces):
+        torch.cat([p.view(-1) for p in pieces], out=flat)  # on the host twice as fast as copying
+    else:
+        torch._foreach_copy_(list(views), list(pieces))
+
+
+def _all_reduce(flat: Tensor, replicas: Replicas) -> dist.Work:
+    op = dist.ReduceOp.MAX if flat.dtype == torch.int64 else dist.ReduceOp.SUM
+    work: dist.Work = dist.all_reduce(flat, op, group=replicas.group, async_op=True)
+    return work
 
 
 def _square_norm(piece: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hdet.controllers import Controller, JointController
 from hdet.knobs import Knob, LearningRate
+from hdet.operations import PLAIN, Operations
 from hdet.outer import OuterStep, StatePolicy
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
@@ -26,7 +27,7 @@ from hdet.schedulers.face import (
     RoundFace,
     agree,
     check_version,
-    knob_facts,
+    common_facts,
     make_board,
     make_loop,
     write_lr,
@@ -71,6 +72,7 @@ class Explorer(RoundFace):
         rollback: whether a broken round is undone. Two copies of the weights and of the optimizer's state.
         max_rollbacks: how often, before it is an error.
         snapshot_device: where those copies are kept; default beside the weights.
+        operations: what is done about faults, and how replicas meet on a large cluster.
         process_group: the ranks that train this model; default all of them.
         seed: of the assignments.
 
@@ -109,6 +111,7 @@ class Explorer(RoundFace):
         rollback: bool = True,
         max_rollbacks: int = 20,
         snapshot_device: Device = None,
+        operations: Operations = PLAIN,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
@@ -140,7 +143,7 @@ class Explorer(RoundFace):
             raise ValueError('knobs must not be empty with gradients="shared": there would be nothing to explore')
         apart = gradients == "local" or rate.spread > 0 or any(knob.spread for knob in board)
         replicas = find_replicas(optimizer, process_group, spread=float(apart))
-        facts = {**arguments, "outer": outer, "learning_rate": vars(rate), **knob_facts(board, gradients)}
+        facts = {**arguments, "outer": outer, "learning_rate": vars(rate), **common_facts(board, gradients, operations)}
         agree(replicas, facts, optimizer, model, wait=True)
         if replicas.count == 1:
             warnings.warn(
@@ -177,6 +180,7 @@ class Explorer(RoundFace):
             board=board,
             panel=board.panel(controller if adapts else None, moves_lrs=rate.adapt, balanced=assignment == "balanced"),
             gradients=gradients,
+            operations=operations,
             outer=outer,
             optimizer_state=optimizer_state,
         )

@@ -118,6 +118,25 @@ class GradientSignal:
         self._rows = []
 
 
+@torch.no_grad()
+def drop_nonfinite(optimizer: Optimizer) -> None:
+    """Set all gradients to zero when any of them is not finite. On the device: nobody learns of it here.
+
+    Where gradients are shared every rank has the same ones, so all decide alike without a word.
+    """
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    values = [g._values() if g.is_sparse else g for g in gradients]
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for g in (torch.view_as_real(g) if g.is_complex() else g for g in values if g.numel()):
+        kinds.setdefault((g.device, g.dtype), []).append(g)
+    # The largest absolute value: unlike a sum of squares it is finite whenever all values are.
+    fine = [torch.isfinite(torch.stack(torch._foreach_norm(found, math.inf))).all() for found in kinds.values()]
+    for (device, _), found in kinds.items():
+        broken = ~torch.stack([flag.to(device) for flag in fine]).all()
+        for g in found:
+            g.masked_fill_(broken, 0)
+
+
 def _dot(displacement: Tensor, gradient: Tensor) -> Tensor:
     if gradient.is_sparse:
         gradient = gradient.coalesce()

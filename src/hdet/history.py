@@ -45,8 +45,14 @@ class RoundRecord:
         num_rollbacks: how often the run has been set back to its last healthy centre, this round included.
         probes: loss of each replica on the probe; empty without one, or while no controller is acting.
         knobs: the knobs beside the learning rate, by name.
-        distance: largest Euclidean distance between a healthy replica's weights and their mean.
-        converge_s: seconds this replica spent in the converge.
+        distance: largest Euclidean distance between a healthy replica's weights and their mean; NaN where the mean was
+            still on its way.
+        converge_s: seconds this replica spent in the converge, waiting for others included.
+        quarantined: replicas left out because their loss had exploded.
+        averaged: whose mean was taken: ``"all"`` replicas', the ``"node"``'s, or ``"none"``: they are equal, or the
+            round was undone.
+        num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty where
+            replicas do not differ.
     """
 
     index: int
@@ -62,6 +68,9 @@ class RoundRecord:
     converge_s: float
     probes: Numbers = ()
     knobs: Mapping[str, KnobRecord] = field(default_factory=dict)
+    quarantined: tuple[int, ...] = ()
+    averaged: str = "all"
+    num_updates: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""

@@ -20,6 +20,7 @@ class Note(NamedTuple):
         healthy: whether its weights are finite.
         shapes, state: digests of what it would average, and of where its scheduler stands.
         probe: its loss on held-out data, NaN without.
+        num_updates: calls of its optimizer in this round; 0 where nobody counts.
     """
 
     step: int
@@ -29,9 +30,12 @@ class Note(NamedTuple):
     shapes: int
     state: int
     probe: float = math.nan
+    num_updates: int = 0
 
 
-def compare_notes(replicas: Replicas, mine: Note, *, losses_required: bool) -> dict[str, FloatArray]:
+def compare_notes(
+    replicas: Replicas, mine: Note, *, losses_required: bool, updates_alike: bool = False
+) -> dict[str, FloatArray]:
     """Everyone's facts, an array each; an error on all replicas where they cannot go on together.
 
     Nothing has been changed when it raises. One small collective.
@@ -47,6 +51,13 @@ def compare_notes(replicas: Replicas, mine: Note, *, losses_required: bool) -> d
         raise RuntimeError(
             f"replicas must take the same number of steps between converges, but got {listing}; "
             "check for uneven data or steps skipped on some ranks. No weights were averaged"
+        )
+    num_updates = rows[:, 0, 7]
+    if updates_alike and len(set(rows[:, :, 7].flatten())) > 1:
+        listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
+        raise RuntimeError(
+            "replicas that share gradients must take the same optimizer steps, but in the round up to step "
+            f"{mine.step} they took {listing}; never skip optimizer.step() on some ranks alone. Nothing was averaged"
         )
     if (shapes != shapes[0]).any():  # parts of one replica may differ, those of two not
         raise RuntimeError(
@@ -66,4 +77,11 @@ def compare_notes(replicas: Replicas, mine: Note, *, losses_required: bool) -> d
         )
     with np.errstate(invalid="ignore", divide="ignore"):
         losses = totals / weights
-    return {"totals": totals, "weights": weights, "healthy": healthy, "losses": losses, "probes": probes}
+    return {
+        "totals": totals,
+        "weights": weights,
+        "healthy": healthy,
+        "losses": losses,
+        "probes": probes,
+        "num_updates": num_updates,
+    }

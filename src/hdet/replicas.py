@@ -39,7 +39,18 @@ class Replicas:
         self.index = dist.get_rank(group) if group is not None else 0
         self.count = dist.get_world_size(group) if group is not None else 1
         self.device = _collective_device(group) if group is not None else torch.device("cpu")
+        self.whole = True
+        """Whether each of them holds all that it trains; False where members of the group are shards of one model."""
         self._board = ""
+
+    def node(self, size: int) -> Replicas:
+        """Those on this one's node: ``size`` consecutive replicas. A collective of the node."""
+        if self.count % size:
+            raise ValueError(f"node_size must divide the {self.count} replicas, but got node_size={size}")
+        assert self.group is not None
+        ranks = dist.get_process_group_ranks(self.group)
+        first = self.index // size * size
+        return Replicas(dist.new_group(ranks[first : first + size], use_local_synchronization=True), self.parts)
 
     def agree(self, facts: Mapping[str, Any], *, wait: bool = True) -> None:
         """Raise on every replica when replicas disagree about ``facts``. No collective, no weights touched.
@@ -133,15 +144,19 @@ def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None,
     if not (dist.is_available() and dist.is_initialized()):
         return Replicas(None)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    has_shards = any(type(p).__name__ == "FlatParameter" or getattr(p, "_fsdp_flattened", False) for p in parameters)
+    shards_state = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
     if spread == 0:
-        return _spread_out(process_group or dist.group.WORLD, parameters)
-    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        found = _spread_out(process_group or dist.group.WORLD, parameters)
+        found.whole = not (shards_state or has_shards or any(sharding(p) is not None for p in parameters))
+        return found
+    if shards_state:
         raise ValueError(
             "optimizer must not shard its state across ranks, but got ZeroRedundancyOptimizer: each rank updates "
             "only its own shard, so a learning rate per rank would become a learning rate per shard; use the "
             "plain optimizer"
         )
-    if any(type(p).__name__ == "FlatParameter" or getattr(p, "_fsdp_flattened", False) for p in parameters):
+    if has_shards:
         raise ValueError(
             "parameters are sharded by FullyShardedDataParallel, which does not tell who holds which shard of a "
             "replica, so their shards could not decide alike; use fully_shard with a replicate dimension, or DDP"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import struct
 import time
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +24,14 @@ from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
 from hdet.board import Board
-from hdet.converge import is_healthy, mean_
-from hdet.gradient_signal import GradientSignal
+from hdet.converge import Flight, is_healthy, mean_
+from hdet.gradient_signal import GradientSignal, drop_nonfinite
 from hdet.guard import GuardState, pack_guard, unpack_guard
 from hdet.history import RoundRecord
 from hdet.meeting import Note, compare_notes
+from hdet.operations import PLAIN, Operations
 from hdet.outer import OuterStep, StatePolicy, reset_state, state_tensors
+from hdet.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.replicas import Replicas, as_saved, local_tensor, own_part, shape_digest
 from hdet.rollback import CUT, Rollback
 from hdet.signal import Loss, LossMeter
@@ -37,6 +40,10 @@ from hdet.steering import Steering
 from hdet.weights import BoolArray, Weights
 
 HISTORY_ROUNDS = 1000
+
+SLOW_S = 1.0
+"""A converge shorter than this is not worth a warning, whatever its share of the round."""
+
 NO_ROLLBACK = {"guard": pack_guard(GuardState()), "num_rollbacks": 0}
 
 
@@ -60,7 +67,8 @@ class RoundLoop:
         board: the knobs of the steering's panel, and the probe.
         outer: where the shared weights go at a converge.
         optimizer_state: what becomes of the optimizers' state at a converge.
-        local: what keeps gradients from being averaged, to be closed in the end.
+        local: what keeps gradients from being averaged, to be closed in the end; None where they are shared.
+        operations: what is done about faults, and how replicas meet.
     """
 
     def __init__(
@@ -83,6 +91,7 @@ class RoundLoop:
         outer: OuterStep | None = None,
         optimizer_state: StatePolicy = "keep",
         local: Callable[[], ExitStack] | None = None,
+        operations: Operations = PLAIN,
     ) -> None:
         self.optimizer = optimizer
         self.weights = weights
@@ -100,6 +109,8 @@ class RoundLoop:
         self.board = board
         self.outer = outer or OuterStep()
         self.optimizer_state: StatePolicy = optimizer_state
+        self.operations = operations
+        self.shared_gradients = local is None
         self._make_local = local or ExitStack
         self._local = self._make_local()
         self._index = replicas.index if apart else 0
@@ -114,6 +125,16 @@ class RoundLoop:
         self._inside_converged = False
         self._left_at_mean = False
         self.finished = False
+        self.num_updates = 0
+        self.quarantine_state = QuarantineState()
+        self._quarantine = Quarantine(operations.quarantine) if operations.quarantine is not None else None
+        self._node = None
+        if apart and operations.node_rounds > 1:
+            assert operations.node_size is not None
+            self._node = replicas.node(operations.node_size)
+        self._flight: Flight | None = None
+        self._round_started = math.nan
+        self._warned_slow = False
         self._update_factors()
 
     def _update_factors(self) -> None:
@@ -136,6 +157,8 @@ class RoundLoop:
         self._begin()
         if self.gradient is not None:
             self.gradient.sample(self.optimizer)
+        if self.operations.skip_nonfinite:
+            drop_nonfinite(self.optimizer)
 
     def _begin(self) -> None:
         """Remember where training starts, unless it is known."""
@@ -162,7 +185,7 @@ class RoundLoop:
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` would do anything in a step that is not the last; the cheap half of it."""
-        return step % self.interval == 0 or self._inside_converged
+        return step % self.interval == 0 or self._inside_converged or self._flight is not None
 
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
@@ -174,6 +197,7 @@ class RoundLoop:
         """
         if self._inside_converged:
             raise RuntimeError("step() must not be called inside `with converged():`; leave the block first")
+        self._land()
         if not self.active or not (last or step % self.interval == 0):
             return False
         self._end_round(step, np.array([float(value) for value in schedule]), last=last)
@@ -191,41 +215,48 @@ class RoundLoop:
         replicas, slopes = self.replicas, None
         if self.gradient is not None:
             slopes = self.gradient.drain(replicas.group, replicas.device, replicas.parts)
-        healthy = table["healthy"] > 0
+        finite = table["healthy"] > 0
+        exploded = self._exploded(np.where(finite, table["losses"], np.nan))
+        healthy = finite & ~exploded
         losses = np.where(healthy, table["losses"], np.nan)
         signal = losses if not has_probe else np.where(healthy, table["probes"], np.nan)
         before, multipliers = steering.scales, steering.multipliers
         positions = [steering.positions(r) for r in range(steering.num_replicas)]
         info: dict[str, Any] = {}
-        distance = 0.0
+        distance, averaged = 0.0, "none"
         if self._is_broken(step, losses, healthy, losses_given=bool(table["weights"].any())):
             self._go_back(step)
         else:
-            if self.apart:
-                distance = self._average(step, healthy, signal)
-                if not self._centre_shared:
-                    # Replicas may have started apart: they go on from one place.
-                    mean_(self.outer.centre.copies, self.replicas, [True] * self.replicas.count)
-                    self._centre_shared = True
-                self.outer.apply_(self.weights.anchored())
             if acting:
                 info = steering.decide(signal, slopes)
-                if self.anchor is not None and steering.wants_new_anchor():
-                    self.anchor.renew(self.weights.anchored())
-                    self._anchor_shared = True
-            if self.rollback is not None:
+            new_anchor = acting and self.anchor is not None and steering.wants_new_anchor()
+            if not healthy.all():
+                self._mend_state(step, healthy, exploded)
+            if self.apart:
+                distance, averaged = self._bring_together(step, healthy, signal, at_once=last or new_anchor)
+            elif not healthy.all():
+                self.weights.mend(self.weights.local().values(), healthy)
+            if new_anchor:
+                assert self.anchor is not None
+                self.anchor.renew(self.weights.anchored())
+                self._anchor_shared = True
+            if self.rollback is not None and self._flight is None:
                 self.rollback.keep(self.weights.local(), self.optimizer)
         panel = info.pop("panel", {})
         if steering.panel.moves_lrs:
             info = {name: panel[name][: steering.num_lrs] for name in ("slope", "standard_error", "z") if name in panel}
         steering.next_round()
-        if not last:
+        if not last and self._flight is None:
             self._renew_anchor()
             self._place()
         self._left_at_mean = last
         if last:
             self._end()
         self._update_factors()
+        now = time.perf_counter()
+        converge_s, round_s = now - started, now - self._round_started
+        self._round_started = now
+        self._warn_if_slow(step, converge_s, round_s)
         self._history.append(
             RoundRecord(
                 index=steering.round_index - 1,
@@ -238,18 +269,88 @@ class RoundLoop:
                 base_values=tuple((schedule * steering.scales[self.knob_of_group]).tolist()),
                 scales=tuple(steering.scales[: steering.num_lrs].tolist()),
                 control=info,
-                unhealthy=tuple(np.flatnonzero(~healthy).tolist()),
+                unhealthy=tuple(np.flatnonzero(~finite).tolist()),
                 num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
                 distance=distance,
-                converge_s=time.perf_counter() - started,
+                converge_s=converge_s,
                 probes=tuple(table["probes"].tolist()) if has_probe else (),
                 knobs=self.board.record(positions, steering.positions(), panel, steering.num_lrs),
+                quarantined=tuple(np.flatnonzero(exploded).tolist()),
+                averaged=averaged,
+                num_updates=tuple(int(n) for n in table["num_updates"]) if self.apart else (),
             )
         )
         self.meter.reset()
+        self.num_updates = 0
         self._shared_signal = None
         for sink in self.sinks:
             sink(self._history[-1])
+
+    def _bring_together(self, step: int, healthy: BoolArray, signal: FloatArray, *, at_once: bool) -> tuple[float, str]:
+        """Eq. 3 at the end of a round. Returns the replicas' distance from their mean, and whose mean it is."""
+        renews = self.anchor_rounds is not None and (self.steering.round_index + 1) % self.anchor_rounds == 0
+        begun = self._centre_shared and (self.anchor is None or self._anchor_shared)
+        at_once = at_once or not begun or not healthy.all() or (self.anchor is not None and renews)
+        wide = at_once or (self.steering.round_index + 1) % self.operations.node_rounds == 0
+        node = None if wide else self._node
+        if self.operations.overlap and not at_once:
+            self._flight = self.weights.depart(node)
+            return math.nan, "all" if wide else "node"
+        distance = self._average(step, healthy, signal, node=node)
+        if not self._centre_shared:
+            # Replicas may have started apart: they go on from one place.
+            mean_(self.outer.centre.copies, self.replicas, [True] * self.replicas.count)
+            self._centre_shared = True
+        self.outer.apply_(self.weights.anchored())
+        return distance, "all" if wide else "node"
+
+    def _land(self) -> None:
+        """Apply a mean that has been on its way, if there is one. Not a collective: nobody has to take part."""
+        if self._flight is None:
+            return
+        flight, self._flight = self._flight, None
+
+        def settle() -> None:
+            if self.rollback is not None:
+                self.rollback.keep(self.weights.local(), self.optimizer)
+            self._place()
+
+        self.weights.reshard()
+        flight.land(settle)
+        self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
+
+    def _exploded(self, losses: FloatArray) -> BoolArray:
+        """Replicas whose loss is finite and far above the others'."""
+        if self._quarantine is None:
+            return np.zeros(len(losses), dtype=bool)
+        self.quarantine_state, out = self._quarantine.update(self.quarantine_state, losses)
+        return out
+
+    def _mend_state(self, step: int, healthy: BoolArray, exploded: BoolArray) -> None:
+        """Give replicas that are left out the optimizer state of the others, where theirs would break them again."""
+        if not healthy.any() or not self.replicas.whole or self.optimizer_state != "keep":
+            return
+        state = state_tensors(self.optimizer)
+        mine = [float(shape_digest(state)), float(is_healthy(state))]
+        shapes, fine = np.moveaxis(self.replicas.gather(mine, step=step), 2, 0)
+        fine = (fine > 0).all(axis=1)
+        sick, givers = exploded | ~fine, healthy & fine
+        if not sick.any():
+            return
+        if givers.any() and (shapes == shapes[0]).all():
+            self.weights.mend(state, givers)
+        elif sick[self.replicas.index]:
+            reset_state(self.optimizer)
+
+    def _warn_if_slow(self, step: int, converge_s: float, round_s: float) -> None:
+        share = converge_s / round_s if round_s > 0 else math.nan
+        if not self._warned_slow and converge_s > SLOW_S and share > self.operations.slow_share:
+            self._warned_slow = True
+            warnings.warn(
+                f"the converge of step {step} took {converge_s:.1f} s, {share:.0%} of its round: a rank or the network "
+                f"is slow. Make rounds longer than {self.interval} steps, or ask `hdet doctor`. This is said once",
+                stacklevel=5,
+            )
 
     def _has_controller(self) -> bool:
         return self.steering.controller is not None or self.steering.panel.controller is not None
@@ -262,15 +363,18 @@ class RoundLoop:
         if self.rollback is None:
             self._require_any(healthy, step)
             return False
-        # Replicas that are never averaged would keep, and remember, what is broken on one of them.
-        weights_fine = bool(healthy.any() if self.apart else healthy.all())
+        # Shards of one model cannot be mended by other shards.
+        weights_fine = bool(healthy.any() if self.replicas.whole else healthy.all())
         return self.rollback.is_broken(losses, weights_fine=weights_fine, losses_given=losses_given, step=step)
 
     def _require_any(self, healthy: BoolArray, step: int) -> None:
-        if not healthy.any():
+        if not (healthy.any() if self.replicas.whole else healthy.all()):
+            sick = np.flatnonzero(~healthy).tolist()
+            who = f"all {len(healthy)} replicas" if not healthy.any() else f"ranks {sick}, which nobody else has,"
             raise RuntimeError(
-                f"the weights of all {self.replicas.count} replicas are not finite at the converge of step {step}; "
-                "there is nothing to average: resume from a checkpoint with a lower learning rate"
+                f"the weights of {who} are not finite at the converge of step {step}; "
+                "there is nothing to average: resume from a checkpoint with a lower learning rate, or pass "
+                "rollback=True, or operations=Operations(skip_nonfinite=True)"
             )
 
     def _go_back(self, step: int) -> None:
@@ -305,6 +409,7 @@ class RoundLoop:
         """Eq. 3 now, in the middle of a round: the round, its signal and its multipliers go on."""
         if not self.active or self._inside_converged:
             return
+        self._land()
         healthy = self._compare_notes(step, losses_required=False)["healthy"] > 0
         if self.gradient is not None:
             self.gradient.collect(self.replicas.group, self.replicas.device, self.replicas.parts)
@@ -336,6 +441,7 @@ class RoundLoop:
             self.converge(step)  # weights are equal already; what the round has shown so far is shared for saving
             yield
             return
+        self._land()
         before = self._converged_step, self._left_at_mean
         with self.weights.set_aside():
             self.converge(step)
@@ -354,26 +460,26 @@ class RoundLoop:
         digest = self.weights.digest()
         if self.optimizer_state == "average":
             digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
-        note = Note(step, total, weight, self.weights.is_healthy(), digest, self._digest(), probe)
-        table = compare_notes(self.replicas, note, losses_required=losses_required)
-        self._shared_signal = np.stack([table["totals"], table["weights"]])
+        note = Note(step, total, weight, self.weights.is_healthy(), digest, self._digest(), probe, self.num_updates)
+        alike = self.apart and self.shared_gradients
+        table = compare_notes(self.replicas, note, losses_required=losses_required, updates_alike=alike)
+        self._shared_signal = np.stack([table["totals"], table["weights"], table["num_updates"]])
         return table
 
-    def _average(self, step: int, healthy: BoolArray, losses: FloatArray | None = None) -> float:
+    def _average(
+        self, step: int, healthy: BoolArray, losses: FloatArray | None = None, node: Replicas | None = None
+    ) -> float:
         """Eq. 3. At the end of a round, where there are ``losses``, by their shares and with the optimizer's state."""
-        self._converged_step = step
+        if node is None:
+            self._converged_step = step
         shares = None if losses is None else self.outer.shares(losses, healthy)
         share = 1.0 if shares is None else float(shares[self.replicas.index])
-        distance = self.weights.average(healthy, step=step, share=share)
+        distance = self.weights.average(healthy, step=step, share=share, node=node)
         if losses is not None and self.optimizer_state == "average":
             self.weights.average_also(state_tensors(self.optimizer), healthy)
-        elif losses is not None and (self.optimizer_state == "reset" or self._state_broken(healthy)):
+        elif losses is not None and self.optimizer_state == "reset":
             reset_state(self.optimizer)
         return distance
-
-    def _state_broken(self, healthy: BoolArray) -> bool:
-        """Whether this replica, mended by the others' mean, would be broken again by its optimizer's state."""
-        return not healthy[self.replicas.index] and not is_healthy(state_tensors(self.optimizer))
 
     def _digest(self) -> int:
         numbers = [self.steering.seed, self.steering.round_index, *self.steering.scales.tolist()]
@@ -398,12 +504,12 @@ class RoundLoop:
         """
         if self.replicas.count == 1:
             self.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
-        shared = self._shared_signal if self._shared_signal is not None else np.empty((2, 0))
+        shared = self._shared_signal if self._shared_signal is not None else np.empty((3, 0))
         parameters = self.weights.anchored()
         anchor = [] if self.anchor is None else self.anchor.copies or [local_tensor(p) for p in parameters]
         return {
             **self.steering.state_dict(),
-            "signal": {"totals": shared[0].tolist(), "weights": shared[1].tolist()},
+            "signal": dict(zip(("totals", "weights", "num_updates"), shared.tolist(), strict=True)),
             "left_at_mean": self._left_at_mean and not self._inside_converged,
             **(self.rollback.state_dict() if self.rollback is not None else NO_ROLLBACK),
             "num_ranks": self.replicas.count,
@@ -412,20 +518,22 @@ class RoundLoop:
             "anchor": [as_saved(copy, p) for copy, p in zip(anchor, parameters, strict=bool(anchor))],
             "knobs": self.board.starts(),
             "outer": self.outer.state_dict(parameters),
+            "quarantine": pack_quarantine(self.quarantine_state),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from ``state``; on another number of replicas with a new spread around the same base values."""
         num_ranks, signal = state["num_ranks"], state["signal"]
-        mine, shared = (0.0, 0.0), None
+        mine, num_updates, shared = (0.0, 0.0), 0, None
         if signal is not None and signal["totals"] and num_ranks == self.replicas.count:
-            shared = np.array([signal["totals"], signal["weights"]], dtype=np.float64)
-            if shared.shape != (2, num_ranks):
+            shared = np.array([signal[name] for name in ("totals", "weights", "num_updates")], dtype=np.float64)
+            if shared.shape != (3, num_ranks):
                 raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {signal!r}")
-            total, weight = (shared[:, self.replicas.index] / self.replicas.num_parts).tolist()
-            mine = (total, weight)
+            total, weight = (shared[:2, self.replicas.index] / self.replicas.num_parts).tolist()
+            mine, num_updates = (total, weight), int(shared[2, self.replicas.index])
         # What the rollback reads below is checked here, before anything has changed.
         unpack_guard(state["guard"])
+        quarantine_state = unpack_quarantine(state["quarantine"])
         num_calls, _ = int(state["num_calls"]), int(state["num_rollbacks"])
         samples = np.array(state["samples"], dtype=np.float64).reshape(-1, self.steering.num_lrs)
         self.weights.reshard()
@@ -446,6 +554,11 @@ class RoundLoop:
         self.meter.reset(*mine)
         self._shared_signal = shared
         self._converged_step = step
+        self.quarantine_state = quarantine_state
+        self.num_updates = num_updates
+        if self._flight is not None:
+            self._flight.abandon()
+            self._flight = None
         if self.gradient is not None:
             self.gradient.forget()
             self.gradient.num_calls, self.gradient.samples = num_calls, samples

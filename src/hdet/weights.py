@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet.converge import Buffers, is_healthy, mean_, memory_view
+from hdet.converge import Buffers, Flight, is_healthy, mean_, memory_view
 from hdet.replicas import Replicas, local_tensor, shape_digest, trained_parameters
 
 BoolArray = NDArray[np.bool_]
@@ -82,16 +82,31 @@ class Weights:
         """Of whole parameters: the shards of one need not be of equal size."""
         return shape_digest(self.averaged())
 
-    def average(self, healthy: BoolArray, *, step: int, share: float = 1.0) -> float:
-        """Eq. 3. Returns the largest distance of a healthy replica from the mean; ``share``: what this one counts."""
-        distance = mean_(self.local().values(), self.replicas, healthy.tolist(), self._buffers, share=share).item()
+    def average(self, healthy: BoolArray, *, step: int, share: float = 1.0, node: Replicas | None = None) -> float:
+        """Eq. 3. Returns the largest distance of a healthy replica from its mean.
+
+        ``share``: what this replica counts. ``node``: take the mean among these alone, all of them healthy.
+        """
+        among, fine = (self.replicas, healthy.tolist()) if node is None else (node, [True] * node.count)
+        distance = mean_(self.local().values(), among, fine, self._buffers, share=share).item()
         distances = np.linalg.norm(self.replicas.gather([distance], step=step)[:, :, 0], axis=1)
         self._trainable = self._requiring_grad()
         return float(distances[healthy].max())
 
+    def depart(self, node: Replicas | None = None) -> Flight:
+        """Eq. 3, to be applied later; all replicas are healthy."""
+        tensors = self.local().values()
+        self._trainable = self._requiring_grad()
+        return Flight(tensors, node or self.replicas)
+
     def average_also(self, tensors: list[Tensor], healthy: BoolArray) -> None:
         """The mean of other tensors, such as an optimizer's state."""
         mean_([memory_view(t) for t in tensors], self.replicas, healthy.tolist(), self._buffers)
+
+    def mend(self, tensors: Iterable[Tensor], healthy: BoolArray) -> None:
+        """A replica that is not healthy receives the mean of the others, who keep what they have to the last bit."""
+        receives = not healthy[self.replicas.index]
+        mean_([memory_view(t) for t in tensors], self.replicas, healthy.tolist(), self._buffers, receives=receives)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

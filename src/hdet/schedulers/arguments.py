@@ -53,6 +53,8 @@ def check_one_cycle(a: Mapping[str, Any]) -> None:
     check.require("div_factor", "a finite number > 0", check.number("div_factor") > 0)
     check.require("final_div_factor", "a finite number > 0", check.number("final_div_factor") > 0)
     check.require("seed", "an integer >= 0", check.whole("seed") >= 0)
+    check.require("max_rollbacks", "an integer >= 0", check.whole("max_rollbacks") >= 0)
+    check.require("rollback", "None, True or False", a["rollback"] is None or isinstance(a["rollback"], bool))
     check.one_of("decay", "schedule", "floor", "printed")
     check.bounds("lr_scale_bounds")
     if a["signal"] is not None:

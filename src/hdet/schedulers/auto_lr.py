@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import (
 
 from hdet.controllers import Controller, JointController
 from hdet.knobs import Knob
+from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_auto_lr
@@ -35,7 +36,7 @@ from hdet.schedulers.face import (
     RoundFace,
     agree,
     check_version,
-    knob_facts,
+    common_facts,
     make_board,
     make_evidence_controller,
     make_loop,
@@ -86,6 +87,7 @@ class AutoLR(RoundFace, LRScheduler):
         scale_bounds: the scale stays inside.
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate; replicas then differ with either signal.
         gradients, probe: as in Explorer.
+        operations: what is done about faults, and how replicas meet on a large cluster.
         process_group: the ranks that train this model; default all of them.
         seed: of the private permutations.
 
@@ -126,6 +128,7 @@ class AutoLR(RoundFace, LRScheduler):
         knobs: Sequence[Knob] = (),
         gradients: Gradients = "shared",
         probe: Probe | None = None,
+        operations: Operations = PLAIN,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
@@ -161,7 +164,7 @@ class AutoLR(RoundFace, LRScheduler):
         board = make_board(knobs, probe, model, optimizer, gradients)
         apart = (uses_loss and spread > 0) or gradients == "local" or any(knob.spread for knob in board)
         replicas = find_replicas(optimizer, process_group, spread=float(apart))
-        agree(replicas, {**arguments, **knob_facts(board, gradients)}, optimizer, model, wait=True)
+        agree(replicas, {**arguments, **common_facts(board, gradients, operations)}, optimizer, model, wait=True)
         warn_if_alone(board, replicas)
         if uses_loss and replicas.count == 1:
             warnings.warn(
@@ -208,6 +211,7 @@ class AutoLR(RoundFace, LRScheduler):
             board=board,
             panel=board.panel(JointController() if any(k.adapt for k in board) else None) if len(board) else NO_PANEL,
             gradients=gradients,
+            operations=operations,
         )
         self._attach(optimizer, loop)
         self._refresh()

@@ -20,9 +20,17 @@ from hdet.controllers import Controller, EvidenceController
 from hdet.gradient_signal import GradientSignal, default_sample_every
 from hdet.history import RoundRecord
 from hdet.knobs import Knob, LearningRate
+from hdet.operations import PLAIN, Operations
 from hdet.outer import OuterStep, StatePolicy
 from hdet.probe import Probe
-from hdet.replicas import Replicas, check_parameters, refuse_shared_gradients, shape_digest, trained_parameters
+from hdet.replicas import (
+    Replicas,
+    check_parameters,
+    refuse_shared_gradients,
+    shape_digest,
+    sharding,
+    trained_parameters,
+)
 from hdet.rollback import Rollback
 from hdet.rounds import RoundLoop
 from hdet.signal import Loss
@@ -192,11 +200,18 @@ class RoundFace:
                 return args, {**kwargs, "closure": closure_then_sample}
             return (*args[:at], closure_then_sample, *args[at + 1 :]), kwargs
 
+        def after_step(*_: Any) -> None:
+            if (scheduler := this()) is not None:
+                scheduler._rounds.num_updates += 1
+
         optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
-        if loop.anchor is not None or loop.rollback is not None or loop.outer.kind == "nesterov":
-            # A compiled step must not trace it: what it counts would have to be compiled anew in every step.
+        watches = loop.anchor is not None or loop.rollback is not None or loop.operations.skip_nonfinite
+        # A compiled step must not trace these: what they count would have to be compiled anew in every step.
+        if watches or loop.outer.kind == "nesterov":
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
+        if loop.apart:
+            optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
 
 
 def agree(
@@ -239,12 +254,14 @@ def make_loop(
     gradients: Gradients = "shared",
     outer: OuterStep | None = None,
     optimizer_state: StatePolicy = "keep",
+    operations: Operations = PLAIN,
 ) -> RoundLoop:
     """A round loop from a scheduler's arguments."""
     num_groups = len(optimizer.param_groups)
     knob_of_group = [0] * num_groups if together else list(range(num_groups))
     wanted = spread > 0 or gradients == "local" or any(panel.spreads)
     apart = wanted and replicas.count > 1
+    _check_operations(operations, optimizer, outer, optimizer_state)
     if apart and gradients == "local":
         refuse_shared_gradients(replicas, optimizer)
     spread = spread if apart else 0.0
@@ -288,7 +305,29 @@ def make_loop(
         outer=outer,
         optimizer_state=optimizer_state,
         local=(lambda: _without_sync(model)) if gradients == "local" else None,
+        operations=operations,
     )
+
+
+def _check_operations(
+    operations: Operations, optimizer: Optimizer, outer: OuterStep | None, optimizer_state: StatePolicy
+) -> None:
+    late = "overlap" if operations.overlap else "node_rounds" if operations.node_rounds > 1 else None
+    if late and outer is not None and outer.kind != "mean":
+        raise ValueError(f'{late} needs outer="mean", which can be taken late and in parts, but got {outer!r}')
+    if late and optimizer_state == "average":
+        raise ValueError(
+            f'{late} saves communication, but optimizer_state="average" needs that of the optimizer\'s state at once, '
+            'in every round; use "keep" or "reset"'
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if operations.skip_nonfinite and any(
+        sharding(p) is not None or type(p).__name__ == "FlatParameter" for p in parameters
+    ):
+        raise ValueError(
+            "skip_nonfinite needs every rank to see whole gradients, but parameters are sharded: one shard would skip "
+            "a step that the others take; leave it out, rollback undoes such a round"
+        )
 
 
 def _without_sync(model: nn.Module | None) -> ExitStack:
@@ -341,10 +380,12 @@ def warn_if_alone(board: Board, replicas: Replicas) -> None:
         )
 
 
-def knob_facts(board: Board, gradients: Gradients) -> dict[str, str]:
-    """What replicas must agree about."""
-    has_probe = board.probe is not None
-    return {"gradients": gradients, "probe": str(has_probe), **{f"knob {k.name}": k.facts() for k in board}}
+def common_facts(board: Board, gradients: Gradients, operations: Operations) -> dict[str, str]:
+    """What replicas must agree about, whatever the scheduler."""
+    if not isinstance(operations, Operations):
+        raise TypeError(f"operations must be an hdet.Operations, but got {type(operations).__name__}")
+    facts = {"gradients": gradients, "probe": str(board.probe is not None), "operations": str(operations)}
+    return facts | {f"knob {k.name}": k.facts() for k in board}
 
 
 def check_version(state: Mapping[str, Any]) -> None:

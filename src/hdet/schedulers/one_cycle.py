@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.controllers import JointController, PaperController
 from hdet.knobs import Knob, Momentum
+from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_one_cycle
@@ -24,7 +25,7 @@ from hdet.schedulers.face import (
     agree,
     auto_settings,
     check_version,
-    knob_facts,
+    common_facts,
     make_board,
     make_loop,
     warn_if_alone,
@@ -73,6 +74,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate. Their base values move after
             ``auto_lr_warmup_steps``, with or without ``enable_auto_lr``.
         gradients, probe: as in :class:`~hdet.Explorer`.
+        rollback: whether a broken round is undone, at most ``max_rollbacks`` times; default with ``signal``. Two copies
+            of the weights and of the optimizer's state.
+        operations: what is done about faults, and how replicas meet on a large cluster.
         lr_scale_bounds: what the controller learned stays inside these multiples of the schedule.
         seed: of the private permutations. The global random state is never touched.
 
@@ -120,6 +124,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         knobs: Sequence[Knob] = (),
         gradients: Gradients = "shared",
         probe: Probe | None = None,
+        rollback: bool | None = None,
+        max_rollbacks: int = 20,
+        operations: Operations = PLAIN,
         lr_scale_bounds: tuple[float, float] = (1e-4, 1e4),
         seed: int = 0,
     ) -> None:
@@ -149,6 +156,8 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             "signal": signal,
             "decay": decay,
             "knobs": [knob.name for knob in knobs if isinstance(knob, Knob) and knob.adapt],
+            "rollback": rollback,
+            "max_rollbacks": max_rollbacks,
             "lr_scale_bounds": lr_scale_bounds,
             "seed": seed,
         }
@@ -159,7 +168,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         apart = ensemble_lr_spread_ratio > 0 or gradients == "local" or any(knob.spread for knob in board)
         replicas = find_replicas(optimizer, process_group, spread=float(apart))
         # Without a spread there is nothing to do together, so nobody waits; the others learn of it all the same.
-        facts = {**arguments, **knob_facts(board, gradients)}
+        facts = {**arguments, **common_facts(board, gradients, operations)}
         agree(replicas, facts, optimizer, model, wait=apart or signal is not None)
         warn_if_alone(board, replicas)
         if ensemble_lr_spread_ratio > 0 and replicas.count == 1:
@@ -199,8 +208,10 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         if signal is None:
             controller = PaperController(loss_scale, lr_of_lr, momentum_of_lr) if enable_auto_lr else None
             chosen: dict[str, Any] = {"controller": controller, "acting": (auto_lr_warmup_steps, math.inf)}
+            chosen["rollback"] = rollback is True
         else:
             chosen = auto_settings(signal, self.total_steps, model_sync_interval)
+            chosen["rollback"] = rollback is not False
             chosen["acting"] = (min(auto_lr_warmup_steps, chosen["acting"][0]), chosen["acting"][1])
         loop = make_loop(
             optimizer,
@@ -214,6 +225,8 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             board=board,
             panel=board.panel(JointController() if any(k.adapt for k in board) else None) if len(board) else NO_PANEL,
             gradients=gradients,
+            max_rollbacks=max_rollbacks,
+            operations=operations,
             **chosen,
         )
         self._warmup_steps = auto_lr_warmup_steps

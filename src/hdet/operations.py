@@ -1,0 +1,63 @@
+"""How a run is operated: what is done about faults, and how replicas meet on a large cluster. All off by default."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Passed as ``operations=`` to AutoLR, OneCycleAutoLR and Explorer.
+
+    Attributes:
+        quarantine: leave a replica out of a round's mean and controller, and start it anew from the others' mean, when
+            its loss is above the replicas' median by more than this many robust standard deviations (1.4826 times the
+            median absolute deviation, of this round and of recent ones); None for never. 20 does not fire on healthy
+            noise.
+        skip_nonfinite: take the gradient out of a step when any of it is not finite, on the device and without
+            waiting for it. One pass over the gradients in every step.
+        overlap: let the mean travel during the next step instead of waiting for it; it is applied one step late. Two
+            more copies of the weights meanwhile.
+        node_size: replicas of a node, consecutive ranks; with ``node_rounds``.
+        node_rounds: k: average within a node every round, and across nodes in every k-th only.
+        slow_share: warn once when a converge takes more than this share of its round, and longer than a second.
+
+    Example:
+        >>> from hdet import Operations
+        >>> Operations(quarantine=20, overlap=True)
+        Operations(quarantine=20, skip_nonfinite=False, overlap=True, node_size=None, node_rounds=1, slow_share=0.1)
+    """
+
+    quarantine: float | None = None
+    skip_nonfinite: bool = False
+    overlap: bool = False
+    node_size: int | None = None
+    node_rounds: int = 1
+    slow_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        self._require("quarantine", "None or a finite number > 1", self.quarantine is None or self._in("quarantine", 1))
+        self._require("skip_nonfinite", "True or False", isinstance(self.skip_nonfinite, bool))
+        self._require("overlap", "True or False", isinstance(self.overlap, bool))
+        self._require("node_size", "None or an integer >= 1", self.node_size is None or self._whole("node_size"))
+        self._require("node_rounds", "an integer >= 1", self._whole("node_rounds"))
+        self._require("slow_share", "a finite number > 0", self._in("slow_share", 0))
+        if self.node_rounds > 1 and self.node_size is None:
+            raise ValueError(f"node_rounds needs node_size, the replicas of a node, but got {self!r}")
+
+    def _in(self, name: str, above: float) -> bool:
+        value = getattr(self, name)
+        return isinstance(value, Real) and not isinstance(value, bool) and above < float(value) < math.inf
+
+    def _whole(self, name: str) -> bool:
+        value = getattr(self, name)
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+    def _require(self, name: str, rule: str, ok: bool) -> None:
+        if not ok:
+            raise ValueError(f"{name} must be {rule}, but got {name}={getattr(self, name)!r}")
+
+
+PLAIN = Operations()
