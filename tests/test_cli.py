@@ -28,6 +28,15 @@ OPTIONS = {
         [*LAB_OPTIONS, "--high-lr", "--low-lr", "--momentum", "--noise", "--rate", "--temperature", "--warm-steps"]
     ),
     "compare": sorted([*LAB_OPTIONS, "--methods", "--population-interval", "--starts", "--workers"]),
+    "doctor": [
+        *("--device", "--help", "--interval", "--json", "--max-share", "--method", "--model", "--parameters"),
+        *("--replicas", "--step-ms", "--tensors", "--timeout-s"),
+    ],
+    "plan": [
+        *("--across-bandwidth", "--across-latency-us", "--bandwidth", "--dtype-bytes", "--help", "--host-ms"),
+        *("--interval", "--json", "--latency-us", "--memory-bandwidth", "--node-size", "--parameters", "--replicas"),
+        "--step-ms",
+    ],
     "demo": ["--help", "--lr", "--out", "--replicas", "--steps"],
 }
 
@@ -66,7 +75,7 @@ def test_the_program_is_installed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope"], r"hdet: command must be one of train, watch, report, ablate, compare, demo, but got 'nope'"),
+        (["nope"], r"hdet: command must be one of train, .*, compare, doctor, plan, demo, but got 'nope'"),
         (["train"], r"TASK .*\(required\); see hdet train --help"),
         (["train", "nope"], r"TASK must be one of .*stdlib-gpt.*small-gpt, but got 'nope'"),
         (["train", "small-gpt", "--lr", "fast"], r"--lr: could not convert string to float: 'fast'; see"),
@@ -125,6 +134,17 @@ def test_the_program_is_installed() -> None:
         (["compare", "quadratic", "--starts", "1"], r"--starts must be two or more, a range .* but got 1.0"),
         (["compare", "quadratic", "--population-interval", "0"], r"--population-interval must be an integer >= 1"),
         (["compare", "quadratic", "--workers", "0"], r"--workers must be an integer >= 1, but got 0"),
+        (["doctor", "--replicas", "0"], r"--replicas must be an integer >= 1, but got 0"),
+        (["doctor", "--parameters", "5", "--tensors", "6"], r"--tensors must be between 1 and --parameters, but got 6"),
+        (["doctor", "--model", "package.make"], r"--model must be MODULE:FUNCTION, but got 'package.make'"),
+        (["doctor", "--max-share", "0"], r"--max-share must be in \(0, 1\], but got 0.0"),
+        (["doctor", "--timeout-s", "inf"], r"--timeout-s must be a finite number > 0, but got inf"),
+        (["doctor", "--device", "abacus"], r"--device must be cpu or cuda, but got 'abacus'"),
+        (["plan", "--parameters", "nan"], r"--parameters must be a finite number >= 1, but got nan"),
+        (["plan", "--dtype-bytes", "3"], r"--dtype-bytes must be 1, 2, 4 or 8, but got 3"),
+        (["plan", "--bandwidth", "0"], r"--bandwidth must be a finite number > 0, but got 0.0"),
+        (["plan", "--latency-us", "-1"], r"--latency-us must be a finite number >= 0, but got -1.0"),
+        (["plan", "--step-ms", "0"], r"--step-ms must be a finite number > 0, but got 0.0"),
         (["demo", "--replicas", "1.5"], r"--replicas.*1\.5.*; see hdet demo --help"),
     ],
 )

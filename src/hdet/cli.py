@@ -15,6 +15,8 @@ COMMANDS = {
     "report": ("hdet.lab.report", "one HTML file about one run or several"),
     "ablate": ("hdet.lab.ablate", "the paper's six configurations and AutoLR, side by side"),
     "compare": ("hdet.lab.compare", "AutoLR, fixed learning rates and other methods, at equal budget"),
+    "doctor": ("hdet.lab.doctor", "whether HDET will work on this cluster, and what it will cost"),
+    "plan": ("hdet.lab.plan", "what HDET will cost, on paper, on up to 16,384 replicas"),
     "demo": ("hdet.lab.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
 }
 LAB_PACKAGES = ("tyro", "rich", "matplotlib", "tensorboard")
