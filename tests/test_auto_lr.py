@@ -361,7 +361,7 @@ def test_history_tells_the_round() -> None:
         assert set(record.control) == {"slope", "standard_error", "z"}
         assert (record.unhealthy, record.num_rollbacks, record.distance) == ((), 0, 0.0)
         assert record.converge_s > 0
-    assert (record.probes, record.knobs, len(record.as_dict())) == ((), {}, 16)
+    assert (record.probes, record.knobs, len(record.as_dict())) == ((), {}, 17)
 
 
 def test_losses_may_be_observed_or_left_out() -> None:

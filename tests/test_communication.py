@@ -1,4 +1,4 @@
-"""Local gradients send what they say: bytes on the wire, counted by the kernel, against data-parallel training."""
+"""HDET sends what it says: bytes on the wire, counted by the kernel, against data-parallel training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ConstantLR
 
-from hdet import Explorer
+from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations
 from hdet.launch import launch
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="TCP_INFO is read as Linux lays it out")
 
-STEPS, INTERVAL, WIDTH = 20, 10, 1000
+STEPS, INTERVAL, WIDTH = 20, 5, 500
 
 
 def _bytes_sent() -> int:
@@ -39,11 +40,20 @@ def _bytes_sent() -> int:
     return total
 
 
-def _train(*, local: bool, steps: int = STEPS) -> dict[str, Any]:
+def _train(mode: str, steps: int = STEPS) -> int:
+    """Bytes this rank sends in ``steps`` steps."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    explorer = Explorer(model, optimizer, interval=INTERVAL, gradients="local") if local else None
+    scheduler: Explorer | OneCycleAutoLR | AutoLR | None = None
+    if mode in ("local", "nodes"):
+        operations = Operations(node_size=2, node_rounds=2) if mode == "nodes" else Operations()
+        scheduler = Explorer(model, optimizer, interval=INTERVAL, gradients="local", operations=operations)
+    elif mode == "spread":
+        options: dict[str, Any] = {"ensemble_lr_spread_ratio": 0.1, "cycle_momentum": False, "model": model}
+        scheduler = OneCycleAutoLR(optimizer, 1e-3, 1000, model_sync_interval=INTERVAL, **options)
+    elif mode == "gradient":
+        scheduler = AutoLR(ConstantLR(optimizer), interval=INTERVAL, model=model)
     dist.barrier()
     before = _bytes_sent()
     for step in range(steps):
@@ -52,20 +62,50 @@ def _train(*, local: bool, steps: int = STEPS) -> dict[str, Any]:
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        if explorer is not None:
-            explorer.step(loss)
+        if scheduler is not None:
+            scheduler.step(loss)
     dist.barrier()
-    return {"bytes": _bytes_sent() - before, "parameters": sum(p.numel() for p in model.parameters())}
+    return _bytes_sent() - before
 
 
-def _both() -> list[dict[str, Any]]:
-    _train(local=False, steps=2)  # connections are made, and buckets sized, on first use
-    return [_train(local=False), _train(local=True)]
+def _all_modes() -> dict[str, int]:
+    _train("shared", steps=2)  # connections are made, and buckets sized, on first use
+    modes = ["shared", "spread", "gradient", "local", *(["nodes"] if dist.get_world_size() > 2 else [])]
+    return {mode: _train(mode) for mode in modes}
 
 
-def test_local_gradients_cut_communication_by_the_interval() -> None:
-    for shared, local in launch(_both, 2):
-        weights = 4 * shared["parameters"]
-        assert weights > 4_000_000
-        assert shared["bytes"] == pytest.approx(STEPS * weights, rel=0.05)  # the counter counts
-        assert local["bytes"] / shared["bytes"] * INTERVAL == pytest.approx(1, rel=0.05)
+@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+def test_what_is_sent_is_what_the_guarantees_say(num_replicas: int) -> None:
+    """In units of one all-reduce of the weights, over all ranks: 2 (N - 1) times their size."""
+    results = launch(_all_modes, num_replicas, timeout_s=100)
+    unit = 2 * (num_replicas - 1) * 4 * (WIDTH * WIDTH + WIDTH)
+    sent = {mode: sum(result[mode] for result in results) / unit for mode in results[0]}
+    assert sent["shared"] == pytest.approx(STEPS, rel=0.03)  # the counter counts
+    assert sent["spread"] == pytest.approx(STEPS + STEPS / INTERVAL, rel=0.03)
+    assert sent["gradient"] == pytest.approx(STEPS, rel=0.03)
+    assert sent["local"] == pytest.approx(STEPS / INTERVAL, rel=0.05)
+    if num_replicas > 2:
+        # The first round and every second among all, the others in pairs.
+        pairs = (num_replicas / 2) * 2 / (2 * (num_replicas - 1))
+        rounds = STEPS // INTERVAL
+        wide = 1 + rounds // 2
+        assert sent["nodes"] == pytest.approx(wide + (rounds - wide) * pairs, rel=0.05)
+
+
+def _small_talk() -> int:
+    """Bytes a round's end sends beside the weights, with the gradient signal, which averages none."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1e-3)
+    scheduler = AutoLR(ConstantLR(optimizer), interval=1)
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step(1.0)
+    dist.barrier()
+    before = _bytes_sent()
+    for _ in range(100):
+        optimizer.step()
+        scheduler.step(1.0)
+    return (_bytes_sent() - before) // 100
+
+
+def test_the_end_of_a_round_sends_little_beside_the_weights() -> None:
+    assert max(launch(_small_talk, 4)) < 4096

@@ -522,3 +522,24 @@ def _raises() -> None:
 def test_an_exception_while_a_mean_is_on_its_way_ends_the_run() -> None:
     with pytest.raises(ReplicaError, match="injected into replica 1 in step 6"):
         launch(_raises, 2, timeout_s=20)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_taking_out_a_gradient_does_not_wait_for_the_gpu() -> None:
+    model = _model().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, operations=Operations(skip_nonfinite=True))
+    x = torch.randn(8, 3, device="cuda")
+    before = [p.detach().clone() for p in model.parameters()]
+    for factor in (1.0, math.nan, 1.0):
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * factor
+        loss.backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+            scheduler.step(loss)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    assert not any(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))

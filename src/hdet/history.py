@@ -53,6 +53,7 @@ class RoundRecord:
             round was undone.
         num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty where
             replicas do not differ.
+        resumed_from: in the first round after a resume with another number of replicas, how many there were before.
     """
 
     index: int
@@ -71,6 +72,7 @@ class RoundRecord:
     quarantined: tuple[int, ...] = ()
     averaged: str = "all"
     num_updates: tuple[int, ...] = ()
+    resumed_from: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""

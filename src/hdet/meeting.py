@@ -34,7 +34,12 @@ class Note(NamedTuple):
 
 
 def compare_notes(
-    replicas: Replicas, mine: Note, *, losses_required: bool, updates_alike: bool = False
+    replicas: Replicas,
+    mine: Note,
+    *,
+    losses_required: bool,
+    updates_alike: bool = False,
+    num_steps: int | None = None,
 ) -> dict[str, FloatArray]:
     """Everyone's facts, an array each; an error on all replicas where they cannot go on together.
 
@@ -58,6 +63,13 @@ def compare_notes(
         raise RuntimeError(
             "replicas that share gradients must take the same optimizer steps, but in the round up to step "
             f"{mine.step} they took {listing}; never skip optimizer.step() on some ranks alone. Nothing was averaged"
+        )
+    # Fewer than the scheduler's is a GradScaler's business. More on some alone: they have left out scheduler.step().
+    if num_steps is not None and num_updates.min() <= num_steps < num_updates.max():
+        listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
+        raise RuntimeError(
+            f"scheduler.step() must follow every optimizer step on all replicas, but in the {num_steps} steps up to "
+            f"step {mine.step} their optimizers took {listing}; never skip it on some ranks alone. Nothing was averaged"
         )
     if (shapes != shapes[0]).any():  # parts of one replica may differ, those of two not
         raise RuntimeError(

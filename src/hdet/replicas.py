@@ -58,7 +58,7 @@ class Replicas:
         The meeting takes place in the process group's key-value store, where a replica that never comes, or comes
         with other arguments, is found out instead of leaving the rest in a collective that cannot match. The cost is
         a handful of small messages a replica, whatever their number. With ``wait=False`` this replica only states its
-        facts.
+        facts. The last to leave clears up: the store may outlive this process, and torchrun starts it anew with it.
         """
         if self.group is None or self.count == 1:
             return
@@ -66,6 +66,7 @@ class Replicas:
         key = self._board = f"hdet/{self.group.group_name}/{dist.get_process_group_ranks(self.group)[0]}/{meeting}"
         store = _store()
         text = json.dumps({name: str(value) for name, value in facts.items()})
+        store.set(f"{key}/step/{self.index}", "0")
         store.set(f"{key}/facts/{self.index}", text)
         digest = f"{key}/digest/{zlib.crc32(text.encode())}"
         store.add(digest, 1)
@@ -74,10 +75,8 @@ class Replicas:
             # reading everyone's facts.
             verdict = "" if store.add(digest, 0) == self.count else self._quarrel(store, key)
             store.set(f"{key}/verdict", verdict or "agreed")
-        if not wait:
-            return
         try:
-            verdict = store.get(f"{key}/verdict").decode()
+            verdict = store.get(f"{key}/verdict").decode() if wait else "agreed"
         except Exception as error:  # torch raises several types for a store that times out
             missing = [r for r in range(self.count) if not store.check([f"{key}/facts/{r}"])]
             raise RuntimeError(
@@ -86,6 +85,10 @@ class Replicas:
             ) from error
         if verdict != "agreed":
             raise ValueError(verdict)
+        if store.add(f"{key}/left", 1) == self.count:
+            facts_of_all = [f"facts/{r}" for r in range(self.count)]
+            for name in (digest.removeprefix(f"{key}/"), "arrived", "verdict", "left", *facts_of_all):
+                store.delete_key(f"{key}/{name}")
 
     def _quarrel(self, store: Store, key: str) -> str:
         facts = [json.loads(store.get(f"{key}/facts/{r}")) for r in range(self.count)]
@@ -97,7 +100,8 @@ class Replicas:
             if len(by_value) > 1:
                 said = ", ".join(f"{value} on replicas {rs}" for value, rs in by_value.items())
                 lines.append(f"{name}={said}")
-        return "replicas must agree about their arguments and parameters, but got " + "; ".join(lines)
+        # A start that was cut short may have left arrivals behind, so that not all digests had been counted.
+        return "replicas must agree about their arguments and parameters, but got " + "; ".join(lines) if lines else ""
 
     def gather(self, values: Sequence[float], *, step: int) -> FloatArray:
         """Everyone's ``values``, by replica and part. Names who is missing when the collective fails."""

@@ -124,6 +124,7 @@ class RoundLoop:
         self._shared_signal: FloatArray | None = None
         self._inside_converged = False
         self._left_at_mean = False
+        self._resumed_from: int | None = None
         self.finished = False
         self.num_updates = 0
         self.quarantine_state = QuarantineState()
@@ -278,8 +279,10 @@ class RoundLoop:
                 quarantined=tuple(np.flatnonzero(exploded).tolist()),
                 averaged=averaged,
                 num_updates=tuple(int(n) for n in table["num_updates"]) if self.apart else (),
+                resumed_from=self._resumed_from,
             )
         )
+        self._resumed_from = None
         self.meter.reset()
         self.num_updates = 0
         self._shared_signal = None
@@ -462,7 +465,10 @@ class RoundLoop:
             digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
         note = Note(step, total, weight, self.weights.is_healthy(), digest, self._digest(), probe, self.num_updates)
         alike = self.apart and self.shared_gradients
-        table = compare_notes(self.replicas, note, losses_required=losses_required, updates_alike=alike)
+        num_steps = step - max(step - 1, 0) // self.interval * self.interval
+        table = compare_notes(
+            self.replicas, note, losses_required=losses_required, updates_alike=alike, num_steps=num_steps
+        )
         self._shared_signal = np.stack([table["totals"], table["weights"], table["num_updates"]])
         return table
 
@@ -556,6 +562,7 @@ class RoundLoop:
         self._converged_step = step
         self.quarantine_state = quarantine_state
         self.num_updates = num_updates
+        self._resumed_from = num_ranks if num_ranks != self.replicas.count else None
         if self._flight is not None:
             self._flight.abandon()
             self._flight = None

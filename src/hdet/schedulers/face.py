@@ -155,7 +155,7 @@ class RoundFace:
         """Whether the optimizer's learning rates are the ones this scheduler wrote."""
         groups = self.optimizer.param_groups
         lrs = zip(groups, self._last_lr, strict=False)
-        return self._rounds.active and self.last_epoch >= 0 and all(float(g["lr"]) == float(lr) for g, lr in lrs)
+        return self.last_epoch >= 0 and all(float(g["lr"]) == float(lr) for g, lr in lrs)
 
     def _attach(self, optimizer: Optimizer, loop: RoundLoop) -> None:
         self._loop = loop

@@ -248,7 +248,8 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             return lrs
         if old is not None and self._loop.gated:
             self._loop.schedule_moved(old, lrs)
-        if not self._loop.active:
+        # One replica has no spread, but may go on with the scale that several have learned.
+        if not self._loop.active and all(factor == 1 for factor in self._loop.factors):
             return lrs
         return [lr * factor for lr, factor in zip(lrs, self._loop.factors, strict=True)]
 
