@@ -19,8 +19,9 @@ LAB_OPTIONS = [
 ]
 OPTIONS = {
     "train": [
-        *("--checkpoint-s", "--data", "--device", "--help", "--interval", "--json", "--lr", "--method", "--optimizer"),
-        *("--out", "--replicas", "--resume", "--schedule", "--seed", "--spread", "--steps", "TASK"),
+        *("--checkpoint-s", "--data", "--device", "--help", "--interval", "--json", "--knobs", "--lr", "--method"),
+        *("--optimizer", "--out", "--replicas", "--resume", "--schedule", "--seed", "--spread", "--steps"),
+        "TASK",
     ],
     "watch": ["--every-s", "--help", "--once", "RUN"],
     "report": ["--help", "--out", "RUN"],

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hdet import cli, warm_noisy_init
-from hdet.lab.ablate import CONFIGURATIONS, Divergence, find_divergence
+from hdet.lab.ablate import CONFIGURATIONS, AblateOptions, Divergence, find_divergence
 from hdet.lab.experiment import final_loss, round_lengths
 from hdet.lab.stacked import StackedModels
 from hdet.lab.stacked_inputs import warm_noise
@@ -186,6 +186,13 @@ def test_the_command_writes_every_configuration_of_every_seed(
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(name in page for name in ("Baseline-High", "AutoLR loss", "data_sha256", "<svg"))
     assert (tmp_path / "out" / "loss.png").stat().st_size > 1000
+
+
+def test_learning_rates_go_by_task_and_optimizer() -> None:
+    assert AblateOptions("shakespeare-gpt").lrs() == (1e-3, 1e-1)
+    assert AblateOptions("fashion").lrs() == (1e-2, 10.0)
+    assert AblateOptions("fashion", optimizer="sgd").lrs() == (1e-1, 3.0)
+    assert AblateOptions("fashion", high_lr=3.0).lrs() == (1e-2, 3.0)
 
 
 def test_warm_steps_end_with_the_data(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

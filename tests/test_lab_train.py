@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ import torch
 
 from hdet import cli
 from hdet.lab import run_folder
+from hdet.lab.command_line import UsageError
+from hdet.lab.report import write_report
 from hdet.lab.run_folder import METRICS
+from hdet.lab.settings import Settings
+from hdet.lab.tasks import TextTask
 
 SMALL = ["train", "small-gpt", "--steps", "32", "--interval", "4", "--lr", "1e-3"]
 METHODS = {"fixed": "1", "gradient": "4"}
@@ -115,6 +120,96 @@ def test_interrupted_and_resumed_it_ends_the_same(
     assert resumed.end is not None
     assert reference.end is not None
     assert resumed.end["validation"] == reference.end["validation"]
+
+
+# -- knobs ------------------------------------------------------------------------------------------------------
+
+KNOBS = ["--optimizer", "adamw", "--knobs", "weight_decay", "eps", "--replicas", "4", "--method"]
+
+
+@pytest.mark.parametrize("method", ["gradient", "paper"])
+def test_knobs_are_explored_recorded_and_resumed(
+    method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert cli.main([*SMALL, *KNOBS, method, "--out", str(whole)]) == 0
+    reference = run_folder.read(whole)
+    assert reference.config["knobs"] == ["weight_decay", "eps"]
+    knob = reference.rounds[0]["knobs"]["weight_decay"]
+    assert len(knob["values"]) == 4
+    assert min(knob["values"]) < 0.1 < max(knob["values"])
+    bases = [entry["knobs"]["weight_decay"]["base"] for entry in reference.rounds]
+    if method == "gradient":  # with the paper's, eight rounds show no more than a standard error
+        assert len(set(bases)) > 1
+    # Weight decay takes a neutral signal: the loss of one batch, the same for all.
+    assert len(reference.rounds[-2]["probes"]) == 4
+
+    with interrupted(folder, num_rounds=2):
+        assert cli.main([*SMALL, *KNOBS, method, "--out", str(folder)]) == 130
+    assert cli.main(["train", "--resume", str(folder), "--knobs", "eps"]) == 2
+    assert "must keep its settings, but got --knobs eps instead of weight_decay eps" in capfd.readouterr().err
+    assert cli.main(["train", "--resume", str(folder)]) == 0
+    resumed = run_folder.read(folder)
+    for key in ("step", "losses", "values", "knobs"):
+        assert [entry[key] for entry in resumed.rounds] == [entry[key] for entry in reference.rounds]
+
+    page = write_report([whole], tmp_path / "report").read_text()
+    assert 'aria-label="weight_decay"' in page
+    assert {"eps.png", "weight_decay.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
+    module: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(whole))
+    events.Reload()
+    assert {"weight_decay/base", "weight_decay/replica3", "eps/replica0"} <= set(events.Tags()["scalars"])
+    capfd.readouterr()
+    assert cli.main(["watch", str(whole), "--once"]) == 0
+    assert "weight_decay" in capfd.readouterr().out
+
+
+def test_runs_that_differ_in_their_knobs_are_different_configurations(
+    whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    arguments = [*SMALL, "--method", "gradient", "--replicas", "4", "--knobs", "momentum", "beta2"]
+    assert cli.main([*arguments, "--out", str(folder)]) == 0
+    page = write_report([whole["gradient"], folder], tmp_path / "report").read_text()
+    assert "gradient, lr 0.001, no knobs" in page
+    assert "gradient, lr 0.001, momentum beta2" in page
+    assert 'aria-label="beta2: gradient, lr 0.001, momentum beta2"' in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--knobs", "beta2"], "--knobs beta2 compares replicas and needs at least 2 processes, but got 1; add --rep"),
+        (["--knobs", "beta2", "--method", "fixed"], "--knobs beta2 needs a method that learns, but got --method fixed"),
+        (["--knobs", "beta2", "--optimizer", "sgd"], "--knobs beta2 is there with --optimizer adam or adamw, but got"),
+        (["--knobs", "weight_decay"], "--knobs weight_decay is there with --optimizer adamw, but got --optimizer adam"),
+        (["--knobs", "eps", "eps"], "--knobs must be different names, but got eps eps"),
+        (["--knobs", "dropout"], "dropout"),
+    ],
+)
+def test_knobs_that_cannot_be_explored_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*SMALL, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_weight_decay_needs_a_batch_after_the_last() -> None:
+    class Short(TextTask):
+        def rows(self, step: int, *, seed: int = 0) -> torch.Tensor:
+            if step >= 20:
+                raise ValueError("step must be below 20")
+            return super().rows(step, seed=seed)
+
+    task = Short("short", torch.zeros(2000), 2, context=8)
+    settings = Settings("short", optimizer="adamw", knobs=("weight_decay",), steps=20)
+    with pytest.raises(UsageError, match="judged by the batch after the run's last, but short has none after --steps"):
+        settings.resolve(task, 2)
+    assert replace(settings, steps=19).resolve(task, 2).steps == 19
+
+
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_finished_run_stays_as_it_is(whole: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

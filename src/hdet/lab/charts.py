@@ -87,6 +87,7 @@ def draw_all(groups: Sequence[Group]) -> list[Chart]:
         name = "lr" if len(groups) == 1 else f"lr-{index + 1}"
         caption = "Every replica (thin) and the base (thick) of every param group; line styles tell seeds apart."
         charts.append(draw(name, title, caption, lambda axes, g=group: _draw_lrs(axes, g)))  # type: ignore[misc]
+        charts += _knob_charts(group, name)
     for name, title, key, caption in (
         (
             "evidence",
@@ -103,6 +104,17 @@ def draw_all(groups: Sequence[Group]) -> list[Chart]:
         caption = "Largest distance of a replica's weights from their mean at the end of a round, where they differ."
         charts.append(draw("distance", "Distance of replicas", caption, lambda axes: _draw_distance(axes, groups)))
     return charts
+
+
+def _knob_charts(group: Group, lr_name: str) -> list[Chart]:
+    """One for each knob that the runs explored; named after the chart of their learning rates."""
+    caption = "Every replica (thin) and the base (thick); line styles tell seeds apart."
+    found = dict.fromkeys(name for run in group.runs for entry in run.rounds for name in entry.get("knobs", {}))
+    suffix, about = lr_name.removeprefix("lr"), "" if lr_name == "lr" else f": {group.label}"
+    return [
+        draw(f"{name}{suffix}", f"{name}{about}", caption, lambda axes, n=name: _draw_knob(axes, group, n))  # type: ignore[misc]
+        for name in found
+    ]
 
 
 def mean_loss(entry: dict[str, Any]) -> float:
@@ -188,6 +200,20 @@ def _draw_lrs(axes: Axes, group: Group) -> None:
         axes.set_ylim(bottom=0.6 * min(body))
     axes.set_xlim(0, 1.02 * max(run.config["steps"] for run in group.runs))
     axes.set_ylabel("learning rate")
+
+
+def _draw_knob(axes: Axes, group: Group, name: str) -> None:
+    for seed, run in enumerate(group.runs):
+        rounds = [entry["knobs"][name] for entry in run.rounds]
+        steps, style = _steps(run), STYLES[seed % len(STYLES)]
+        base = [entry["base"] for entry in rounds]
+        axes.plot(steps, base, color=colour(0), ls=style, lw=1.5, label=f"seed {run.config['seed']}")
+        for replica in range(len(rounds[0]["values"]) if rounds else 0):
+            values = [entry["values"][replica] for entry in rounds]
+            axes.plot(steps, values, color=colour(0), ls=style, lw=0.5, alpha=0.8)
+    if name in ("weight_decay", "eps"):  # explored by their logarithm
+        axes.set_yscale("log")
+    axes.set_ylabel(name)
 
 
 def _draw_control(axes: Axes, groups: Sequence[Group], key: str) -> None:
@@ -280,7 +306,7 @@ def draw(name: str, title: str, caption: str, fill: Callable[[Axes], None], *, x
             figure.set_size_inches(4.4, 2.9 + 0.14 * math.ceil(num_entries / 2))
             figure.legend(loc="outside lower center", ncols=2)
         else:
-            axes.legend()
+            axes.legend(loc="best")  # said, or matplotlib warns where a busy machine is slow to find it
         vector, pixels = io.StringIO(), io.BytesIO()
         figure.savefig(vector, format="svg", transparent=True, metadata={"Date": None})
         axes.set_title(title)

@@ -112,7 +112,9 @@ def _label(configuration: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def _configuration(run: RunRecord) -> dict[str, Any]:
-    return {name: value for name, value in run.config.items() if name not in NOT_CONFIGURATION}
+    """What makes a run another configuration; lists as text, so that it can be told apart by and named."""
+    values = {name: value for name, value in run.config.items() if name not in NOT_CONFIGURATION}
+    return {**values, "knobs": " ".join(values.get("knobs", ())) or "no knobs"}
 
 
 def _seed_table(groups: Sequence[Group]) -> Table:

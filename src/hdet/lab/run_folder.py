@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from hdet.lab.command_line import UsageError
+from hdet.sinks import append_line
 
 CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
+KEYS = ("step", "time_s", "model", "optimizer", "scheduler")
 
 
 @dataclass
@@ -72,9 +74,10 @@ def read(folder: Path | str) -> RunRecord:
         raise UsageError(
             f"a run folder must hold {CONFIG} and {METRICS}, but {folder} does not; hdet train writes one"
         ) from None
+    if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
+        raise UsageError(f"{CONFIG} must hold the settings of a run, but that of {folder} does not; start a new run")
     record = RunRecord(folder, facts)
-    for line in text.split("\n")[:-1]:  # what has no newline yet is still being written
-        entry = json.loads(line)
+    for entry in _entries(folder, text):
         if entry["event"] == "round":
             record.rounds.append(entry)
         elif entry["event"] == "end":
@@ -83,16 +86,29 @@ def read(folder: Path | str) -> RunRecord:
 
 
 def append(folder: Path, entry: Mapping[str, Any]) -> None:
-    """One more line of metrics; numbers that are not finite become null."""
-    with (folder / METRICS).open("a") as file:
-        file.write(json.dumps(plain(entry), allow_nan=False) + "\n")
+    """One more line of metrics, whole or not at all; numbers that are not finite become null."""
+    append_line(folder / METRICS, json.dumps(plain(entry), allow_nan=False))
 
 
 def cut_metrics(folder: Path, step: int) -> None:
     """Forget what happened after ``step``: training goes on from there."""
-    lines = (folder / METRICS).read_text().split("\n")[:-1]
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    _replace(folder / METRICS, "".join(f"{line}\n" for line in kept).encode())
+    kept = [entry for entry in _entries(folder, (folder / METRICS).read_text()) if entry["step"] <= step]
+    _replace(folder / METRICS, "".join(f"{json.dumps(entry, allow_nan=False)}\n" for entry in kept).encode())
+
+
+def _entries(folder: Path, text: str) -> list[dict[str, Any]]:
+    """The lines of the metrics; what has no newline yet is still being written."""
+    found = []
+    for number, line in enumerate(text.split("\n")[:-1], 1):
+        try:
+            entry = json.loads(line)
+            found.append({**entry, "event": entry["event"], "step": entry["step"]})
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(
+                f"{METRICS} must have an event and its step in each line, but line {number} of that in {folder} is "
+                f"{line[:80]!r}; take it out, or start a new run"
+            ) from None
+    return found
 
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
@@ -105,9 +121,20 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
-    """The checkpoint, on the host."""
-    state: dict[str, Any] = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
-    return state
+    """The checkpoint, on the host. UsageError where it is broken; nothing in it is ever run."""
+    try:
+        state: Any = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a dozen types for what is no checkpoint, or more than one
+        reason = str(error).strip().split("\n")[0].split(". ")[0]
+        raise UsageError(
+            f"a checkpoint must be whole and hold tensors and plain values only, but {folder / CHECKPOINT} cannot be "
+            f"loaded ({type(error).__name__}: {reason}); put an older one in its place, or start a new run"
+        ) from None
+    missing = [key for key in KEYS if key not in state] if isinstance(state, dict) else list(KEYS)
+    if missing:
+        raise UsageError(f"a checkpoint must be one of hdet train, but {folder / CHECKPOINT} has no {missing}")
+    loaded: dict[str, Any] = state
+    return loaded
 
 
 def plain(value: Any) -> Any:

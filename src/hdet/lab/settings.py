@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,14 +14,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from tyro.conf import Positional, arg
 
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import AutoLR, OneCycleAutoLR, knobs
 from hdet.controllers import PaperController
 from hdet.lab.command_line import UsageError
 from hdet.lab.recipe import schedule_table
 from hdet.lab.tasks import TASKS, load_task, stdlib_gpt
 from hdet.lab.tasks.base import Task, param_groups
+from hdet.probe import Probe
 
 Method = Literal["fixed", "paper", "gradient", "loss"]
+KnobName = Literal["weight_decay", "momentum", "beta2", "eps"]
+KNOBS: dict[KnobName, tuple[Callable[[], knobs.Knob], tuple[str, ...]]] = {
+    "weight_decay": (knobs.WeightDecay, ("adamw",)),
+    "momentum": (knobs.Momentum, ("adam", "adamw", "sgd")),
+    "beta2": (knobs.Beta2, ("adam", "adamw")),
+    "eps": (knobs.Epsilon, ("adam", "adamw")),
+}
+"""Name to what makes the knob, and the optimizers that have it above 0."""
 PEAK_SHARE = 0.1  # of a one-cycle run until its peak, as in schedule_table
 SMALL = "small-gpt"
 TASK_NAMES = (*TASKS, SMALL)
@@ -49,6 +58,8 @@ class Settings:
     """Steps of a round; default a hundredth of the run, at most 1000."""
     spread: float = 0.1
     """How far replicas' learning rates reach from the base, with paper and loss."""
+    knobs: tuple[KnobName, ...] = ()
+    """Settings of the optimizer that replicas explore beside the learning rate."""
     seed: int = 0
     """Of weights, data order and permutations."""
     device: str = "cpu"
@@ -61,7 +72,8 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""
         own = {field.name for field in fields(Settings)}
-        return {key: str(value) if key == "data" else value for key, value in asdict(self).items() if key in own}
+        values = {key: value for key, value in asdict(self).items() if key in own}
+        return {**values, "data": str(self.data), "knobs": list(self.knobs)}
 
     def check(self) -> None:
         """Raise UsageError for values that no run can have, before anything is loaded."""
@@ -73,6 +85,7 @@ class Settings:
         self._require("checkpoint_s", "a number >= 0", self.checkpoint_s >= 0)
         for name in ("replicas", "steps", "interval"):
             self._require(name, "an integer >= 1", getattr(self, name) is None or getattr(self, name) >= 1)
+        self._check_knobs()
         self._require("device", "cpu or cuda", self.device in ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda needs a GPU that torch can use, but there is none; use --device cpu")
@@ -94,6 +107,19 @@ class Settings:
                 f"--method {self.method} compares replicas and needs at least 2 processes, but got {num_replicas}; "
                 "add --replicas 4, or start with torchrun"
             )
+        if self.knobs and num_replicas < 2:
+            raise UsageError(
+                f"--knobs {' '.join(self.knobs)} compares replicas and needs at least 2 processes, but got "
+                f"{num_replicas}; add --replicas 4, or start with torchrun"
+            )
+        if self.needs_probe:
+            try:
+                task.rows(steps, seed=self.seed)
+            except ValueError as error:
+                raise UsageError(
+                    f"--knobs weight_decay is judged by the batch after the run's last, but {task.name} has none after "
+                    f"--steps {steps}: {error}; take fewer"
+                ) from None
         if task.batch_rows % num_replicas:
             raise UsageError(
                 f"--replicas must divide the {task.batch_rows} rows of a batch of {task.name}, but got {num_replicas}"
@@ -101,14 +127,36 @@ class Settings:
         interval = self.interval or max(1, min(1000, steps // 100))
         return replace(self, replicas=num_replicas, steps=steps, interval=interval)
 
+    @property
+    def needs_probe(self) -> bool:
+        """Whether a knob is explored about which the training loss says nothing true."""
+        return "weight_decay" in self.knobs
+
+    def _check_knobs(self) -> None:
+        self._require("knobs", "different names", len(set(self.knobs)) == len(self.knobs))
+        if self.knobs and self.method == "fixed":
+            raise UsageError(
+                f"--knobs {' '.join(self.knobs)} needs a method that learns, but got --method fixed; "
+                "take gradient, loss or paper"
+            )
+        for name in self.knobs:
+            optimizers = KNOBS[name][1]
+            if self.optimizer not in optimizers:
+                raise UsageError(
+                    f"--knobs {name} is there with --optimizer {' or '.join(optimizers)}, "
+                    f"but got --optimizer {self.optimizer}"
+                )
+
     def _require(self, name: str, rule: str, ok: bool) -> None:
         if not ok:
-            raise UsageError(f"--{name.replace('_', '-')} must be {rule}, but got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            said = " ".join(value) if isinstance(value, tuple) else repr(value)
+            raise UsageError(f"--{name.replace('_', '-')} must be {rule}, but got {said}")
 
 
 def from_dict(values: Mapping[str, Any]) -> Settings:
     """The inverse of :meth:`Settings.as_dict`."""
-    return Settings(**{**values, "data": Path(values["data"])})
+    return Settings(**{**values, "data": Path(values["data"]), "knobs": tuple(values.get("knobs", ()))})
 
 
 def open_task(name: str, data: Path, options: Mapping[str, Any] | None = None) -> Task:
@@ -144,11 +192,14 @@ def make_optimizer(settings: Settings, task: Task, model: nn.Module) -> Optimize
     return torch.optim.Adam(groups, lr=settings.lr, betas=(0.9, 0.95))
 
 
-def make_scheduler(settings: Settings, optimizer: Optimizer, model: nn.Module) -> AutoLR | OneCycleAutoLR | LRScheduler:
+def make_scheduler(
+    settings: Settings, optimizer: Optimizer, model: nn.Module, probe: Probe | None = None
+) -> AutoLR | OneCycleAutoLR | LRScheduler:
     """The schedule, or the scheduler around it that the method asks for."""
     steps, interval = settings.steps, settings.interval
     assert steps is not None
     assert interval is not None
+    explored: dict[str, Any] = {"knobs": [KNOBS[name][0]() for name in settings.knobs], "probe": probe}
     if settings.method == "paper" and settings.schedule == "one-cycle":
         return OneCycleAutoLR(
             optimizer,
@@ -162,11 +213,13 @@ def make_scheduler(settings: Settings, optimizer: Optimizer, model: nn.Module) -
             enable_auto_lr=True,
             model=model,
             seed=settings.seed,
+            **explored,
         )
     plain = _make_schedule(settings.schedule, settings.lr, steps, optimizer)
     if settings.method == "fixed":
         return plain
     common: dict[str, Any] = {"interval": interval, "total_steps": steps, "spread": settings.spread, "model": model}
+    common |= explored
     if settings.method == "paper":
         # What OneCycleAutoLR does, around another schedule.
         return AutoLR(

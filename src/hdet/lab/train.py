@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
 
 from hdet.lab import provenance, run_folder
 from hdet.lab.command_line import UsageError, parse
@@ -83,6 +84,7 @@ def prepare(settings: Settings, num_replicas: int, *, folder: Path | None, resum
     about = provenance.describe(task)
     if resume is not None:
         _check_unchanged(own, about["data_sha256"], resume)
+        _check_model(task.build(own.seed), resume)
         return Job(own, resume, resume=True)
     now = datetime.now(timezone.utc)
     if folder is None:
@@ -221,7 +223,9 @@ def _check_unchanged(settings: Settings, data_sha256: str, folder: Path) -> None
     old, new = record.config, settings.as_dict()
     changed = [name for name in old if new[name] != old[name] and name not in FREE_ON_RESUME]
     if changed:
-        said = ", ".join(f"--{name.replace('_', '-')} {new[name]} instead of {old[name]}" for name in changed)
+        said = ", ".join(
+            f"--{name.replace('_', '-')} {_text(new[name])} instead of {_text(old[name])}" for name in changed
+        )
         raise UsageError(
             f"a resumed run must keep its settings, but got {said}; leave them out, or start a new run with --out"
         )
@@ -230,6 +234,20 @@ def _check_unchanged(settings: Settings, data_sha256: str, folder: Path) -> None
             f"a resumed run must have the same data, but those of {settings.task} have changed since {folder} began; "
             "put the old ones back, or start a new run"
         )
+
+
+def _check_model(model: nn.Module, folder: Path) -> None:
+    """Before processes are started: is the checkpoint whole, and of this model?"""
+    try:
+        model.load_state_dict(run_folder.load_checkpoint(folder)["model"])
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"the checkpoint of {folder} is of another model: {' '.join(str(error).split())[:200]}; start a new run"
+        ) from None
+
+
+def _text(value: Any) -> str:
+    return (" ".join(value) or "none") if isinstance(value, list) else str(value)
 
 
 def _go_on(job: Job) -> str:

@@ -6,7 +6,9 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdet import AutoLR, OneCycleAutoLR
 from hdet.lab import run_folder
+from hdet.lab.command_line import UsageError
 from hdet.lab.settings import Settings, make_optimizer, make_scheduler, open_task
 from hdet.lab.stopping import Stop
+from hdet.probe import Probe
 
 MAX_ROLLBACKS = 20  # AutoLR's default: one more ends a run
 
@@ -59,10 +63,11 @@ class _Run:
         self.model = self.task.build(settings.seed).to(self.device)
         self.wrapped: nn.Module = DistributedDataParallel(self.model) if self.is_distributed else self.model
         self.optimizer = make_optimizer(settings, self.task, self.model)
-        self.scheduler = make_scheduler(settings, self.optimizer, self.model)
+        self.scheduler = make_scheduler(settings, self.optimizer, self.model, self._make_probe())
         self.board = _Board(folder) if self.rank == 0 else None
         self.total: Tensor = torch.zeros((), dtype=torch.float64, device=self.device)
         self.before_s = 0.0
+        self.warned = False
 
     def train(self, *, resume: bool) -> dict[str, Any]:
         first = self._load() if resume else 0
@@ -85,7 +90,8 @@ class _Run:
             return self._finish({"status": "diverged", "step": step, "validation": {}, "error": str(error)})
         finally:
             if self.board is not None:
-                self.board.close()
+                with contextlib.suppress(OSError):  # a full disk has been told of
+                    self.board.close()
 
     def _step(self, step: int) -> None:
         loss = self._loss(step - 1)
@@ -103,6 +109,13 @@ class _Run:
         seed, rank, count = self.settings.seed, self.rank, self.num_replicas
         return self.task.loss(self.wrapped, self.task.batch(step, seed=seed, replica=rank, num_replicas=count))
 
+    def _make_probe(self) -> Probe | None:
+        if not self.settings.needs_probe:
+            return None
+        # The batch that would come next, whole and the same on every replica. Not the validation set, which reports.
+        batch = self.task.batch(self.steps, seed=self.settings.seed)
+        return lambda: self.task.loss(self.model, batch)
+
     def _end_round(self, step: int) -> tuple[bool, bool]:
         """Record the round; returns whether to save and whether to stop, the same on every rank."""
         count = (step - 1) % self.interval + 1
@@ -113,8 +126,7 @@ class _Run:
         entry["time_s"] = self._time_s()
         if self.rank == 0:
             assert self.board is not None
-            run_folder.append(self.folder, entry)
-            self.board.add(entry)
+            self._keep(entry, self.board.add)
             self.progress.send(
                 {"step": step, "steps": self.steps, "losses": entry["losses"], "scales": entry["scales"]}
             )
@@ -158,9 +170,22 @@ class _Run:
         end = run_folder.plain({"event": "end", **end, "time_s": self._time_s()})
         if self.rank == 0:
             assert self.board is not None
-            self.board.add_end(end)
-            run_folder.append(self.folder, end)
+            self._keep(end, self.board.add_end)
         return end
+
+    def _keep(self, entry: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+        """A line of metrics, and what is shown of it. A full disk costs lines, not the run."""
+        for write in (partial(run_folder.append, self.folder), show):
+            try:
+                write(entry)
+            except OSError as error:
+                if not self.warned:
+                    self.warned = True
+                    warnings.warn(
+                        f"could not write step {entry['step']} into {self.folder} ({error}); training goes on, and "
+                        "further failures are not reported",
+                        stacklevel=2,
+                    )
 
     def _is_broken(self) -> bool:
         """Whether an error is the end of a model, and none of the machine."""
@@ -198,11 +223,16 @@ class _Run:
         self._loss(0).backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         state = run_folder.load_checkpoint(self.folder)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.before_s = state["time_s"]
-        step = int(state["step"])
+        try:
+            step, self.before_s = int(state["step"]), float(state["time_s"])
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scheduler.load_state_dict(state["scheduler"])
+        except Exception as error:
+            raise UsageError(
+                f"the checkpoint of {self.folder} cannot be continued from ({type(error).__name__}: {error}); "
+                "put an older one in its place, or start a new run"
+            ) from error
         if self.rank == 0:
             run_folder.cut_metrics(self.folder, step)
             run_folder.append(self.folder, {"event": "resumed", "step": step})
@@ -227,6 +257,10 @@ class _Board:
         for group, values in enumerate(entry["values"]):
             for replica, value in enumerate(values):
                 self.writer.add_scalar(f"lr/group{group}/replica{replica}", value, step)
+        for name, knob in entry.get("knobs", {}).items():
+            for replica, value in enumerate(knob["values"]):
+                self.writer.add_scalar(f"{name}/replica{replica}", value, step)
+            self.writer.add_scalar(f"{name}/base", knob["base"], step)
         for name, numbers in {"scale": entry["scales"], **entry["control"]}.items():
             for knob, number in enumerate(numbers):
                 self.writer.add_scalar(f"control/{name}{knob}", number, step)

@@ -88,6 +88,8 @@ def _numbers(record: RunRecord) -> Table:
         table.add_row(f"lr {name}", _row(values, ".3g"), "")
     scales = [math.log(entry["scales"][0]) for entry in record.rounds if entry["scales"][0]]
     table.add_row("scale", _row(last["scales"], ".3g"), sparkline(scales))
+    for name, knob in last.get("knobs", {}).items():
+        table.add_row(name, _row(knob["values"], ".3g"), sparkline([e["knobs"][name]["base"] for e in record.rounds]))
     evidence = [entry["control"]["z"][0] for entry in record.rounds if entry["control"].get("z")]
     if evidence:
         table.add_row("z", _row([evidence[-1]], ".2f"), sparkline([math.nan if z is None else z for z in evidence]))
