@@ -15,54 +15,57 @@ import hdet
 SOURCE = Path(hdet.__file__).parent
 
 MATHS = {
-    *("spread", "signal", "history", "steering", "guard", "operations", "quarantine"),
+    *("spread", "checks", "signal", "history", "steering", "guard", "operations", "quarantine"),
     *("controllers", "controllers.base", "controllers.hold", "controllers.paper", "controllers.evidence"),
     *("controllers.joint", "knobs"),
 }
 
 # What the round loop is put together from, and what its faces are.
-LOOP = {"replicas", "anchor", "board", "gradient_signal", "outer", "rollback", "weights"}
-FACE = {"replicas", "rounds", "probe", "schedulers.face", "schedulers.arguments"}
+LOOP = {"replicas", "saved", "anchor", "board", "gradient_signal", "outer", "rollback", "weights"}
+FACE = {"replicas", "rounds", "probe", "schedulers.face", "schedulers.arguments", "schedulers.states"}
 
 # What each module of the core may import from the package. What is not listed, it may not.
 MAY_IMPORT: dict[str, set[str]] = {
     "spread": set(),
+    "checks": {"spread"},
+    "saved": {"checks", "replicas"},
     "signal": set(),
     "history": set(),
-    "controllers.base": {"spread"},
+    "controllers.base": {"spread", "checks"},
     "controllers.hold": {"spread", "controllers.base"},
-    "controllers.paper": {"spread", "controllers.base"},
-    "controllers.evidence": {"spread", "controllers.base"},
-    "controllers.joint": {"spread", "controllers.base"},
+    "controllers.paper": {"spread", "checks", "controllers.base"},
+    "controllers.evidence": {"spread", "checks", "controllers.base"},
+    "controllers.joint": {"spread", "checks", "controllers.base"},
     "controllers": {f"controllers.{name}" for name in ("base", "hold", "paper", "evidence", "joint")},
-    "steering": {"spread", "controllers.base"},
-    "guard": set(),
-    "operations": set(),
-    "quarantine": {"spread"},
-    "knobs.base": set(),
-    "knobs.update": {"knobs.base"},
-    "knobs.model": {"knobs.base"},
+    "steering": {"spread", "checks", "controllers.base"},
+    "guard": {"checks"},
+    "operations": {"checks"},
+    "quarantine": {"spread", "checks"},
+    "knobs.base": {"checks"},
+    "knobs.update": {"checks", "knobs.base"},
+    "knobs.model": {"checks", "knobs.base"},
     "knobs": {"knobs.base", "knobs.update", "knobs.model"},
     "probe": {"signal"},
-    "board": {"spread", "history", "knobs", "probe", "steering", "controllers.base"},
+    "board": {"spread", "checks", "history", "knobs", "probe", "steering", "controllers.base"},
     "snapshot": set(),
-    "sinks": {"history"},
+    "sinks": {"checks", "history"},
     "launch": set(),
     "testing.controllers": {"spread", "controllers.base"},
     "testing.faults": set(),
     "testing": {"launch", "testing.controllers", "testing.faults"},
     "replicas": {"spread"},
     "converge": {"replicas"},
-    "warm_start": {"replicas"},
+    "warm_start": {"checks", "replicas"},
     "anchor": {"replicas", "converge"},
-    "gradient_signal": {"spread", "replicas", "anchor"},
-    "outer": {"spread", "replicas", "anchor"},
+    "gradient_signal": {"spread", "checks", "replicas", "anchor"},
+    "outer": {"spread", "checks", "saved", "replicas", "anchor"},
     "weights": {"replicas", "converge"},
     "meeting": {"spread", "replicas"},
     "rollback": {"spread", "guard", "snapshot", "weights"},
     "rounds": {*MATHS, *LOOP, "converge", "meeting"},
-    "schedulers.face": {*MATHS, *LOOP, "probe", "rounds", "snapshot"},
-    "schedulers.arguments": set(),
+    "schedulers.face": {*MATHS, *LOOP, "probe", "rounds", "schedulers.arguments", "snapshot"},
+    "schedulers.arguments": {"checks"},
+    "schedulers.states": {"checks"},
     "schedulers.one_cycle": {*MATHS, *FACE},
     "schedulers.auto_lr": {*MATHS, *FACE},
     "schedulers": {"schedulers.one_cycle", "schedulers.auto_lr"},
@@ -164,6 +167,7 @@ foreign = new - {"hdet", "torch", "numpy"} - set(sys.stdlib_module_names)
 assert not foreign, f"loaded {sorted(foreign)}"
 optional = {"rich", "tyro", "tensorboard", "matplotlib", "hypothesis", "pytest", "pandas"}
 optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate", "wandb", "mlflow"}
+optional |= {"deepspeed", "ray", "torchft", "torchtitan"}
 assert not optional & set(sys.modules), f"loaded {sorted(optional & set(sys.modules))}"
 assert not {name for name in sys.modules if name.startswith(("hdet.lab", "hdet.integrations", "hdet.sinks"))}
 """

@@ -294,10 +294,12 @@ def test_loading_the_optimizer_leaves_another_schedulers_lr_alone() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == before
 
 
-def test_resuming_by_last_epoch_without_a_loaded_optimizer_raises_as_torch_does() -> None:
-    for make in (OneCycleLR, OneCycleAutoLR):
-        with pytest.raises(KeyError, match="initial_lr"):
-            make(_sgd(), 0.1, 20, last_epoch=5)
+def test_resuming_by_last_epoch_without_a_loaded_optimizer_is_refused() -> None:
+    optimizer = _sgd()
+    before = copy.deepcopy(_snapshot(optimizer))
+    with pytest.raises(ValueError, match=r"last_epoch must be -1 .* got last_epoch=5, .* have no .*'initial_lr'"):
+        OneCycleAutoLR(optimizer, 0.1, 20, last_epoch=5)
+    assert _snapshot(optimizer) == before
 
 
 # -- wrong arguments ----------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "negative scale": ({"scales": [1.0, -1.0]}, "scales must be positive, but got"),
     "zero scale": ({"scales": [1.0, 0.0]}, "scales must be positive, but got"),
     "openness": ({"openness": [math.inf, 0.0]}, "openness must be 2 finite numbers"),
-    "rising": ({"rising": [True]}, "rising must be 2 finite numbers"),
+    "rising": ({"rising": [True]}, "rising must be 2 times True or False, but got"),
     "seed": ({"seed": -1}, "seed must be an integer >= 0, but got -1"),
     "round": ({"round": 1.5}, "round must be an integer >= 0, but got 1.5"),
     "controller": ({"controller": {"velocity": [0.0, 0.0]}}, "made with another controller"),

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hdet.checks import mapping_of, number, shown
 from hdet.controllers.base import Controller
 from hdet.history import KnobRecord
 from hdet.knobs import Knob
@@ -103,10 +104,13 @@ class Board:
 
     def check_starts(self, starts: Mapping[str, Any]) -> dict[str, float]:
         """Raise where a loaded state does not fit the knobs."""
+        starts = mapping_of(starts, "knobs")
         if set(starts) != {knob.name for knob in self.knobs}:
-            raise ValueError(f"knobs must be those of the state, {sorted(starts)}, but got {sorted(self.starts())}")
+            raise ValueError(
+                f"knobs must be those of the state, {shown(list(starts))}, but got {sorted(self.starts())}"
+            )
         for knob in self.knobs:
-            knob.check_start(float(starts[knob.name]))
+            knob.check_start(number(starts[knob.name]))
         return {name: float(value) for name, value in starts.items()}
 
     def restart(self, starts: Mapping[str, float]) -> None:

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hdet.checks import whole_of
 from hdet.controllers import Controller, JointController
 from hdet.knobs import Knob, LearningRate
 from hdet.operations import PLAIN, Operations
 from hdet.outer import OuterStep, StatePolicy
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
-from hdet.schedulers.arguments import check_explorer
+from hdet.schedulers.arguments import check_explorer, check_parts
 from hdet.schedulers.face import (
     STATE_VERSION,
     AnchorChoice,
@@ -26,8 +27,10 @@ from hdet.schedulers.face import (
     Gradients,
     RoundFace,
     agree,
+    cannot_load,
     check_version,
     common_facts,
+    lrs_of,
     make_board,
     make_loop,
     write_lr,
@@ -119,6 +122,10 @@ class Explorer(RoundFace):
             raise TypeError(f"model must be an nn.Module, but got {type(model).__name__}")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}")
+        check_parts(
+            knobs=knobs, controller=controller, process_group=process_group, anchor_device=anchor_device,
+            snapshot_device=snapshot_device,
+        )  # fmt: skip
         arguments: dict[str, Any] = {
             "interval": interval,
             "total_steps": total_steps,
@@ -270,12 +277,10 @@ class Explorer(RoundFace):
         """
         check_version(state_dict)
         try:
-            step = int(state_dict["step"])
-            lrs = [float(lr) for lr in state_dict["base_lrs"]]
-            if len(lrs) != len(self._base_lrs) or not all(0 <= lr < math.inf for lr in lrs):
-                raise ValueError(f"base_lrs must be {len(self._base_lrs)} finite numbers >= 0, but got {lrs}")
+            step = whole_of(state_dict["step"], "step")
+            lrs = lrs_of(state_dict["base_lrs"], "base_lrs", len(self._base_lrs))
             self._rounds.load_state_dict(state_dict["rounds"], step=step)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise cannot_load(error) from error
         self.last_epoch, self._base_lrs = step, lrs
         self._refresh()

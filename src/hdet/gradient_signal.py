@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
+from hdet.checks import numbers_of, shown
 from hdet.replicas import local_tensor, num_shards, sharding
 from hdet.spread import FloatArray
 
@@ -164,6 +165,14 @@ def _unscaled(row: Tensor, optimizer: Optimizer) -> Tensor:
     if isinstance(found_inf, Tensor):
         row = torch.where(found_inf.to(row.device) > 0, math.nan, row)
     return row
+
+
+def unpack_samples(saved: Any, num_knobs: int) -> FloatArray:
+    """Samples of a saved state: NaN where one could not be taken, and none so large that its square is infinite."""
+    samples = numbers_of(saved, "samples", None, num_knobs, low=-1e100, high=1e100, finite=False)
+    if len(samples) > MAX_SAMPLES or np.isinf(samples).any():
+        raise ValueError(f"samples must be at most {MAX_SAMPLES} rows without infinities, but got {shown(saved)}")
+    return samples
 
 
 def mean_and_error(samples: FloatArray) -> tuple[FloatArray, FloatArray]:

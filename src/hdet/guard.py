@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from hdet.checks import mapping_of, number, shown, whole_of
+
 NUM_RECENT = 16
 
 
@@ -71,7 +73,14 @@ def pack_guard(state: GuardState) -> dict[str, Any]:
 
 def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
     """The inverse of :func:`pack_guard`."""
-    recent = tuple(float(v) for v in packed["recent"])
-    if not all(math.isfinite(v) for v in recent):
-        raise ValueError(f"recent must hold finite numbers, but got {packed['recent']!r}")
-    return GuardState(float(packed["first"]), recent, int(packed["num_strikes"]))
+    packed = mapping_of(packed, "guard")
+    recent = packed["recent"]
+    if not isinstance(recent, (list, tuple)) or any(math.isnan(number(v)) for v in recent):
+        raise ValueError(f"recent must hold finite numbers, but got {shown(recent)}")
+    # Before the first round there is no first loss, and afterwards a limit must follow from it.
+    first = packed["first"]
+    if math.isnan(number(first)) and (recent or not (isinstance(first, float) and math.isnan(first))):
+        raise ValueError(f"first must be a finite number, but got {shown(first)}")
+    return GuardState(
+        float(first), tuple(map(float, recent[-NUM_RECENT:])), whole_of(packed["num_strikes"], "num_strikes")
+    )

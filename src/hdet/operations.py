@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Integral, Real
+
+from hdet.checks import is_flag, number, require, whole
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,16 @@ class Operations:
     slow_share: float = 0.1
 
     def __post_init__(self) -> None:
-        self._require("quarantine", "None or a finite number > 1", self.quarantine is None or self._in("quarantine", 1))
-        self._require("skip_nonfinite", "True or False", isinstance(self.skip_nonfinite, bool))
-        self._require("overlap", "True or False", isinstance(self.overlap, bool))
-        self._require("node_size", "None or an integer >= 1", self.node_size is None or self._whole("node_size"))
-        self._require("node_rounds", "an integer >= 1", self._whole("node_rounds"))
-        self._require("slow_share", "a finite number > 0", self._in("slow_share", 0))
+        fine = self.quarantine is None or number(self.quarantine) > 1
+        require(fine, "quarantine", "None or a finite number > 1", self.quarantine)
+        require(is_flag(self.skip_nonfinite), "skip_nonfinite", "True or False", self.skip_nonfinite)
+        require(is_flag(self.overlap), "overlap", "True or False", self.overlap)
+        fine = self.node_size is None or whole(self.node_size) >= 1
+        require(fine, "node_size", "None or an integer >= 1", self.node_size)
+        require(whole(self.node_rounds) >= 1, "node_rounds", "an integer >= 1", self.node_rounds)
+        require(number(self.slow_share) > 0, "slow_share", "a finite number > 0", self.slow_share)
         if self.node_rounds > 1 and self.node_size is None:
             raise ValueError(f"node_rounds needs node_size, the replicas of a node, but got {self!r}")
-
-    def _in(self, name: str, above: float) -> bool:
-        value = getattr(self, name)
-        return isinstance(value, Real) and not isinstance(value, bool) and above < float(value) < math.inf
-
-    def _whole(self, name: str) -> bool:
-        value = getattr(self, name)
-        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-
-    def _require(self, name: str, rule: str, ok: bool) -> None:
-        if not ok:
-            raise ValueError(f"{name} must be {rule}, but got {name}={getattr(self, name)!r}")
 
 
 PLAIN = Operations()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,7 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
+from hdet.checks import mapping_of, number, shown
 from hdet.replicas import as_saved, local_tensor, own_part
+from hdet.saved import tensors_of
 from hdet.spread import FloatArray
 
 StatePolicy = Literal["average", "keep", "reset"]
@@ -42,12 +43,12 @@ class OuterStep:
         lr: float = 0.7,
         momentum: float = 0.9,
     ) -> None:
-        if kind not in ("mean", "weighted", "nesterov"):
-            raise ValueError(f'outer must be one of "mean", "weighted", "nesterov", but got {kind!r}')
-        if not 0 < lr < math.inf:
-            raise ValueError(f"lr of the outer step must be a finite number > 0, but got lr={lr!r}")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum of the outer step must be in [0, 1), but got momentum={momentum!r}")
+        if not isinstance(kind, str) or kind not in ("mean", "weighted", "nesterov"):
+            raise ValueError(f'outer must be one of "mean", "weighted", "nesterov", but got {shown(kind)}')
+        if not number(lr) > 0:
+            raise ValueError(f"lr of the outer step must be a finite number > 0, but got lr={shown(lr)}")
+        if not 0 <= number(momentum) < 1:
+            raise ValueError(f"momentum of the outer step must be in [0, 1), but got momentum={shown(momentum)}")
         self.kind, self.lr, self.momentum = kind, lr, momentum
         self.centre = Anchor()
         self.velocity: list[Tensor] = []
@@ -107,10 +108,12 @@ class OuterStep:
         }
 
     def check_state(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
-        shapes = [local_tensor(p).shape for p in parameters]
-        for name in ("centre", "velocity"):
-            found = [own_part(t, p) for t, p in zip(state[name], parameters, strict=False)]
-            if (state["centre"] or state["velocity"]) and [t.shape for t in found] != shapes:
+        state = mapping_of(state, "outer")
+        found = {
+            name: tensors_of(state[name], parameters, f"the outer step's {name}") for name in ("centre", "velocity")
+        }
+        for name, tensors in found.items():
+            if any(found.values()) and not tensors:
                 raise ValueError(f"the outer step's {name} must have the parameters' shapes; it is of another model")
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
@@ -119,7 +122,7 @@ class OuterStep:
             self.begin(parameters)
             saved = [*state["centre"], *state["velocity"]]
             for mine, value, p in zip([*self.centre.copies, *self.velocity], saved, [*parameters] * 2, strict=True):
-                mine.copy_(own_part(value, p))
+                mine.copy_(own_part(value, p).detach())
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hdet.checks import number, shown
 from hdet.spread import FloatArray
 
 NUM_RECENT = 16
@@ -61,7 +61,6 @@ def pack_quarantine(state: QuarantineState) -> list[float]:
 
 def unpack_quarantine(packed: Any) -> QuarantineState:
     """The inverse of :func:`pack_quarantine`."""
-    recent = tuple(float(v) for v in packed)
-    if isinstance(packed, (str, Mapping)) or not all(0 <= v < math.inf for v in recent):
-        raise ValueError(f"quarantine must be finite numbers >= 0, but got {packed!r}")
-    return QuarantineState(recent[-NUM_RECENT:])
+    if not isinstance(packed, (list, tuple)) or not all(number(v) >= 0 for v in packed):
+        raise ValueError(f"quarantine must be finite numbers >= 0, but got {shown(packed)}")
+    return QuarantineState(tuple(map(float, packed))[-NUM_RECENT:])

@@ -44,7 +44,7 @@ class Rollback:
         else:
             loss = float(finite.mean()) if len(finite) else math.nan
             self.guard_state, fine = self.guard.update(self.guard_state, loss)
-        if not fine and self.num_rollbacks == self.max_rollbacks:
+        if not fine and self.num_rollbacks >= self.max_rollbacks:
             raise RuntimeError(
                 f"training broke again at step {step} after {self.max_rollbacks} rollbacks; lower the learning rate, "
                 "look for bad data, or raise max_rollbacks"

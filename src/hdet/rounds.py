@@ -24,16 +24,18 @@ from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
 from hdet.board import Board
+from hdet.checks import LARGEST, flag_of, mapping_of, numbers_of, shown, whole_of
 from hdet.converge import Flight, is_healthy, mean_
-from hdet.gradient_signal import GradientSignal, drop_nonfinite
+from hdet.gradient_signal import GradientSignal, drop_nonfinite, unpack_samples
 from hdet.guard import GuardState, pack_guard, unpack_guard
 from hdet.history import RoundRecord
 from hdet.meeting import Note, compare_notes
 from hdet.operations import PLAIN, Operations
 from hdet.outer import OuterStep, StatePolicy, reset_state, state_tensors
 from hdet.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
-from hdet.replicas import Replicas, as_saved, local_tensor, own_part, shape_digest
+from hdet.replicas import Replicas, as_saved, local_tensor, shape_digest
 from hdet.rollback import CUT, Rollback
+from hdet.saved import tensors_of
 from hdet.signal import Loss, LossMeter
 from hdet.spread import FloatArray
 from hdet.steering import Steering
@@ -529,31 +531,32 @@ class RoundLoop:
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from ``state``; on another number of replicas with a new spread around the same base values."""
-        num_ranks, signal = state["num_ranks"], state["signal"]
-        mine, num_updates, shared = (0.0, 0.0), 0, None
-        if signal is not None and signal["totals"] and num_ranks == self.replicas.count:
-            shared = np.array([signal[name] for name in ("totals", "weights", "num_updates")], dtype=np.float64)
-            if shared.shape != (3, num_ranks):
-                raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {signal!r}")
+        # All is checked here, before anything has changed; nothing below may fail.
+        state = mapping_of(state, "rounds")
+        num_ranks = whole_of(state["num_ranks"], "num_ranks", 1)
+        whole_of(state["num_replicas"], "num_replicas", 1)
+        mine, num_updates = (0.0, 0.0), 0
+        shared = _unpack_signal(state["signal"], num_ranks) if num_ranks == self.replicas.count else None
+        if shared is not None:
+            if self.apart and self.shared_gradients and len(set(shared[2])) > 1:
+                raise ValueError(f"num_updates must be alike where gradients are shared, but got {shared[2].tolist()}")
             total, weight = (shared[:2, self.replicas.index] / self.replicas.num_parts).tolist()
             mine, num_updates = (total, weight), int(shared[2, self.replicas.index])
-        # What the rollback reads below is checked here, before anything has changed.
         unpack_guard(state["guard"])
         quarantine_state = unpack_quarantine(state["quarantine"])
-        num_calls, _ = int(state["num_calls"]), int(state["num_rollbacks"])
-        samples = np.array(state["samples"], dtype=np.float64).reshape(-1, self.steering.num_lrs)
+        num_calls = whole_of(state["num_calls"], "num_calls")
+        whole_of(state["num_rollbacks"], "num_rollbacks")
+        samples = unpack_samples(state["samples"], self.steering.num_lrs)
         self.weights.reshard()
-        anchor = [own_part(a, p) for a, p in zip(state["anchor"], self.weights.anchored(), strict=False)]
-        shapes = [local_tensor(p).shape for p in self.weights.anchored()]
-        if anchor and (len(state["anchor"]) != len(shapes) or [a.shape for a in anchor] != shapes):
-            raise ValueError("anchor must have the shapes of the optimizer's parameters; it is of another model")
-        left_at_mean = bool(state["left_at_mean"])
-        self.outer.check_state(state["outer"], self.weights.anchored())
+        parameters = self.weights.anchored()
+        anchor = tensors_of(state["anchor"], parameters, "anchor", "the shapes of the optimizer's parameters")
+        left_at_mean = flag_of(state["left_at_mean"], "left_at_mean")
+        self.outer.check_state(state["outer"], parameters)
         starts = self.board.check_starts(state["knobs"])
         self.steering.load_state_dict(state)  # checks everything before it changes anything
         self.board.restart(starts)
         self.steering.set_bounds(self.board.bounds())
-        self.outer.load_state_dict(state["outer"], self.weights.anchored())
+        self.outer.load_state_dict(state["outer"], parameters)
         if self.finished:
             self._local = self._make_local()
         self.finished = False
@@ -574,7 +577,7 @@ class RoundLoop:
         if self.anchor is not None:
             self.anchor.copies = []
             if anchor:
-                self.anchor.renew(self.weights.anchored())
+                self.anchor.renew(parameters)
                 for copy, value in zip(self.anchor.copies, anchor, strict=True):
                     copy.copy_(value)
                 self._anchor_shared = True
@@ -582,6 +585,24 @@ class RoundLoop:
                     self._place()
         self._left_at_mean = left_at_mean
         self._update_factors()
+
+
+def _unpack_signal(packed: Any, num_ranks: int) -> FloatArray | None:
+    """The losses of an unfinished round, by replica; None where there are none."""
+    if packed is None:
+        return None
+    signal = mapping_of(packed, "signal")
+    # A loss may have been NaN or infinite. The rest is counted.
+    totals = numbers_of(signal["totals"], "totals of the signal", None, finite=False)
+    weights = numbers_of(signal["weights"], "weights of the signal", None, low=0)
+    num_updates = numbers_of(signal["num_updates"], "num_updates of the signal", None, low=0, high=LARGEST)
+    if not len(totals):
+        return None
+    if {len(totals), len(weights), len(num_updates)} != {num_ranks}:
+        raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {shown(packed)}")
+    if (num_updates % 1).any():
+        raise ValueError(f"num_updates of the signal must be integers, but got {shown(packed)}")
+    return np.stack([totals, weights, num_updates])
 
 
 def _is_rehearsal(optimizer: Optimizer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -56,7 +57,8 @@ def _numbered(prefix: str, values: Sequence[float]) -> dict[str, float]:
 class Sink(ABC):
     """Called with each finished round's record; writes on rank 0 alone, where all replicas' numbers are known.
 
-    A sink that cannot write warns once, and training goes on. Subclasses implement :meth:`write`.
+    A sink that cannot write warns once, and training goes on; it tries again with the next record. Subclasses implement
+    :meth:`write`.
     """
 
     def __init__(self) -> None:
@@ -71,13 +73,16 @@ class Sink(ABC):
         try:
             self.write(record, names)
         except Exception as error:
-            if not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"{type(self).__name__} could not write round {record.index} ({type(error).__name__}: {error}); "
-                    "training goes on, and further failures are not reported",
-                    stacklevel=2,
-                )
+            self._warn(f"write round {record.index}", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self).__name__} could not {what} ({type(error).__name__}: {error}); "
+                "training goes on, and further failures are not reported",
+                stacklevel=3,
+            )
 
     def update(self, scheduler: HasHistory) -> None:
         """Write the records that ``scheduler.history`` has got since the last call; at most its last 1000."""
@@ -101,28 +106,18 @@ class Sink(ABC):
 class JsonLinesSink(Sink):
     """Appends a line of JSON a round: the whole record, and ``names``. NaN and infinity become null.
 
-    The file never ends in half a line: what a full disk or a crash left of one is cut off.
+    The file never ends in half a line: what a full disk or a crash left of one is cut off. Rounds that could not be
+    written are missing; once there is room again, the next ones follow.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path = _as_path(path, "path")
 
     def write(self, record: RoundRecord, names: Sequence[str]) -> None:
-        line = json.dumps(_jsonable({**record.as_dict(), "names": list(names)}), allow_nan=False) + "\n"
+        line = json.dumps(_jsonable({**record.as_dict(), "names": list(names)}), allow_nan=False)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            end = _cut_half_line(file)
-            data = line.encode()
-            try:
-                if os.write(file, data) != len(data):
-                    raise OSError("the disk took only a part of the line")
-            except OSError:
-                os.ftruncate(file, end)
-                raise
-        finally:
-            os.close(file)
+        append_line(self.path, line)
 
 
 class TensorBoardSink(Sink):
@@ -134,7 +129,7 @@ class TensorBoardSink(Sink):
             import tensorboard  # noqa: F401
         except ImportError as error:
             raise _missing("tensorboard") from error
-        self._folder = str(folder)
+        self._folder = str(_as_path(folder, "folder"))
         self._writer: Any = None
 
     def write(self, record: RoundRecord, names: Sequence[str]) -> None:
@@ -146,9 +141,12 @@ class TensorBoardSink(Sink):
             self._writer.add_scalar(f"hdet/{key}", value, record.step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                writer.close()
+        except Exception as error:  # what the writer still held could not be written
+            self._warn("write its last rounds", error)
 
 
 class WandbSink(Sink):
@@ -226,6 +224,30 @@ class MLflowSink(Sink):
         if self._own and self._run_id is not None:
             self._client.set_terminated(self._run_id)
             self._run_id = None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line to a file, whole or not at all; OSError where it cannot be written."""
+    data = line.encode() + b"\n"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        end = _cut_half_line(file)
+        try:
+            if os.write(file, data) != len(data):
+                raise OSError("the disk took only a part of the line")
+        except OSError:
+            # Where even that fails, the next line cuts it off.
+            with contextlib.suppress(OSError):
+                os.ftruncate(file, end)
+            raise
+    finally:
+        os.close(file)
+
+
+def _as_path(value: str | os.PathLike[str], name: str) -> Path:
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a string or a path, but got {type(value).__name__}")
+    return Path(value)
 
 
 def _missing(package: str) -> ImportError:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hdet.checks import flags_of, mapping_of, numbers_of, shown, whole_of
 from hdet.controllers.base import Controller, Evidence, pack_state, unpack_state
 from hdet.spread import FloatArray, assign, fan_out
 
@@ -92,6 +93,7 @@ class Steering:
         self.scales[num_knobs:] = 1.0
         self.is_lr = np.arange(len(self.scales)) < num_knobs
         self._set_limits(panel.bounds)
+        self.scales = np.clip(self.scales, self.low, self.high)
         self.openness = np.zeros(len(self.scales))
         self.rising = np.full(len(self.scales), gated) & self.is_lr
         self.risen = np.zeros(len(self.scales))
@@ -108,6 +110,7 @@ class Steering:
     def set_bounds(self, bounds: Sequence[tuple[float, float]]) -> None:
         """Bounds of the panel's positions, where knobs start from another value than was thought."""
         self._set_limits(bounds)
+        self.scales = np.clip(self.scales, self.low, self.high)
         self._fan_out()
 
     def _init_controllers(self) -> None:
@@ -229,23 +232,24 @@ class Steering:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. A state that cannot be used raises ValueError and changes nothing."""
         num_knobs = len(self.scales)
-        names = list(state["panel"]["names"])
-        if names != list(self.panel.names):
-            raise ValueError(f"knobs must be those of the state, {names}, but got {list(self.panel.names)}")
-        scales = _finite(state, "scales", num_knobs)
-        openness = _finite(state, "openness", num_knobs)
-        rising = _finite(state, "rising", num_knobs).astype(bool)
+        panel = mapping_of(state["panel"], "panel")
+        names = panel["names"]
+        if not isinstance(names, (list, tuple)) or list(names) != list(self.panel.names):
+            raise ValueError(f"knobs must be those of the state, {shown(names)}, but got {list(self.panel.names)}")
+        scales = numbers_of(state["scales"], "scales", num_knobs, each=", one for each knob")
+        openness = numbers_of(state["openness"], "openness", num_knobs, low=0, high=1)
+        rising = flags_of(state["rising"], "rising", num_knobs)
         if not (scales > 0).all():
-            raise ValueError(f"scales must be positive, but got {state['scales']!r}")
-        risen, fallen = _finite(state, "risen", num_knobs), _finite(state, "fallen", num_knobs)
+            raise ValueError(f"scales must be positive, but got {shown(state['scales'])}")
+        risen = numbers_of(state["risen"], "risen", num_knobs, low=0)
+        fallen = numbers_of(state["fallen"], "fallen", num_knobs, low=0)
         controller_state = _controller_state(self.controller, state["controller"], self.num_lrs)
-        panel_state = _controller_state(self.panel.controller, state["panel"]["controller"], num_knobs)
-        seed, round_index = state["seed"], state["round"]
-        for name, value in (("seed", seed), ("round", round_index)):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an integer >= 0, but got {value!r}")
+        panel_state = _controller_state(self.panel.controller, panel["controller"], num_knobs)
+        seed, round_index = whole_of(state["seed"], "seed"), whole_of(state["round"], "round")
         self.seed, self.round_index = seed, round_index
-        self.scales, self.openness, self.rising = scales, openness, rising
+        # Other bounds than those it was saved with hold from now on; the panel's are set after this.
+        self.scales = np.where(self.is_lr, np.clip(scales, self.low, self.high), scales)
+        self.openness, self.rising = openness, rising
         self.risen, self.fallen = risen, fallen
         self.state, self.panel_state = controller_state, panel_state
         self._fan_out()
@@ -256,11 +260,10 @@ def _controller_state(controller: Controller | None, packed: Mapping[str, Any], 
         return None
     fresh = controller.init(num_knobs)
     # A checkpoint of a run without a controller has nothing for it, so it starts fresh.
-    return unpack_state(packed, fresh) if packed else fresh
-
-
-def _finite(state: Mapping[str, Any], name: str, size: int) -> FloatArray:
-    values = np.asarray(state[name], dtype=np.float64)
-    if values.shape != (size,) or not all(math.isfinite(v) for v in values):
-        raise ValueError(f"{name} must be {size} finite numbers, one for each knob, but got {state[name]!r}")
-    return values
+    if not mapping_of(packed, "controller"):
+        return fresh
+    state = unpack_state(packed, fresh)
+    check: Any = getattr(controller, "check_state", None)
+    if check is not None:
+        check(state)
+    return state

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hdet.checks import number, require, shown
+from hdet.checks import whole as integer
 from hdet.replicas import Replicas, sharding
 
 
@@ -43,12 +45,15 @@ def warm_noisy_init(
         process_group: the ranks that hold replicas; default all.
         filter: takes a parameter's name (without DDP's ``module.``); noise only where it returns True.
     """
-    if not (isinstance(nu, (int, float)) and 0 <= nu < math.inf):
-        raise ValueError(f"nu must be a finite number >= 0, but got nu={nu!r}")
-    if scope not in ("tensor", "model"):
-        raise ValueError(f'scope must be "tensor" or "model", but got scope={scope!r}')
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be an integer >= 0, but got seed={seed!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, but got {type(model).__name__}")
+    require(number(nu) >= 0, "nu", "a finite number >= 0", nu)
+    if nu > 1000:
+        raise ValueError(f"nu must be at most 1000, noise that leaves nothing of the weights, but got nu={nu!r}")
+    require(isinstance(scope, str) and scope in ("tensor", "model"), "scope", '"tensor" or "model"', scope)
+    require(integer(seed) >= 0, "seed", "an integer >= 0", seed)
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of a parameter's name, but got {shown(filter)}")
     has_group = dist.is_available() and dist.is_initialized()
     replicas = Replicas((process_group or dist.group.WORLD) if has_group else None)
     if replicas.count > 1 and not isinstance(model, DistributedDataParallel):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
+from hdet.checks import numbers_of, shown
 from hdet.spread import FloatArray
 
 
@@ -43,7 +42,10 @@ class Decision(NamedTuple):
 
 
 class Controller(Protocol):
-    """A pure function of its state and the evidence; the state is a NamedTuple of arrays."""
+    """A pure function of its state and the evidence; the state is a NamedTuple of arrays.
+
+    It may also have ``check_state(state)``, which raises ValueError for a loaded state it could not have made.
+    """
 
     def init(self, num_knobs: int) -> Any: ...
 
@@ -59,15 +61,16 @@ def unpack_state(packed: Mapping[str, Any], like: Any) -> Any:
     """The inverse of :func:`pack_state`; ``like`` is a fresh state of the same controller."""
     if set(packed) != set(like._fields):
         raise ValueError(
-            f"controller state must have the fields {sorted(like._fields)}, but got {sorted(packed)}; "
+            f"controller state must have the fields {sorted(like._fields)}, but got {shown(list(packed))}; "
             "the checkpoint was made with another controller"
         )
     arrays = {}
     for name, template in like._asdict().items():
-        array = np.asarray(packed[name], dtype=np.float64)
-        if array.shape != template.shape or not np.isfinite(array).all():
+        try:
+            arrays[name] = numbers_of(packed[name], name, *template.shape, low=-1e150, high=1e150)
+        except ValueError:
             raise ValueError(
-                f"controller state {name!r} must be finite numbers of shape {template.shape}, but got {packed[name]!r}"
-            )
-        arrays[name] = array
+                f"controller state {name!r} must be finite numbers of shape {template.shape}, but got "
+                f"{shown(packed[name])}"
+            ) from None
     return type(like)(**arrays)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hdet.checks import number, require, shown
 from hdet.controllers.base import Decision, Evidence
 from hdet.spread import FloatArray
 
@@ -49,19 +50,23 @@ class EvidenceController:
         down: float = 1.0,
     ) -> None:
         for name, value in (("gain", gain), ("up", up), ("down", down)):
-            if not 0 < value < np.inf:
-                raise ValueError(f"{name} must be a finite number > 0, but got {name}={value!r}")
-        if not 0 <= optimism < np.inf:
-            raise ValueError(f"optimism must be a finite number >= 0, but got optimism={optimism!r}")
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing must be in [0, 1), but got smoothing={smoothing!r}")
-        if not up <= sprint < np.inf:
-            raise ValueError(f"sprint must be at least up={up!r}, but got sprint={sprint!r}")
+            require(number(value) > 0, name, "a finite number > 0", value)
+        require(number(optimism) >= 0, "optimism", "a finite number >= 0", optimism)
+        require(0 <= number(smoothing) < 1, "smoothing", "in [0, 1)", smoothing)
+        if not up <= number(sprint):
+            raise ValueError(f"sprint must be at least up={up!r}, but got sprint={shown(sprint)}")
         self.gain, self.optimism, self.smoothing = gain, optimism, smoothing
         self.up, self.sprint, self.down = up, sprint, down
 
     def init(self, num_knobs: int) -> EvidenceState:
         return EvidenceState(np.zeros(num_knobs), np.zeros(num_knobs), np.zeros(num_knobs))
+
+    def check_state(self, state: EvidenceState) -> None:
+        if (state.variance < 0).any() or (state.weight < 0).any() or (state.weight > 1 + 1e-9).any():
+            raise ValueError(
+                f"variance must be >= 0 and weight in [0, 1], but got {state.variance.tolist()} and "
+                f"{state.weight.tolist()}"
+            )
 
     def update(self, state: EvidenceState, evidence: Evidence) -> tuple[EvidenceState, Decision]:
         slope, error = evidence.slopes if evidence.slopes is not None else loss_slopes(evidence)

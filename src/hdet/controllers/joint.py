@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hdet.checks import number, require, shown
 from hdet.controllers.base import Decision, Evidence
 from hdet.spread import FloatArray
 
@@ -62,16 +63,14 @@ class JointController:
         step: float = 0.2,
     ) -> None:
         for name, value in (("gain", gain), ("step", step)):
-            if not 0 < value < np.inf:
-                raise ValueError(f"{name} must be a finite number > 0, but got {name}={value!r}")
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"smoothing must be in [0, 1), but got smoothing={smoothing!r}")
-        if not 0 <= doubt < np.inf:
-            raise ValueError(f"doubt must be a finite number >= 0, but got doubt={doubt!r}")
+            require(number(value) > 0, name, "a finite number > 0", value)
+        require(0 <= number(smoothing) < 1, "smoothing", "in [0, 1)", smoothing)
+        require(number(doubt) >= 0, "doubt", "a finite number >= 0", doubt)
+        row = optimism if isinstance(optimism, (list, tuple, np.ndarray)) else [optimism]
+        if not all(number(value) >= 0 for value in row):
+            raise ValueError(f"optimism must be finite and >= 0, but got optimism={shown(optimism)}")
         self.gain, self.doubt, self.smoothing, self.step = gain, doubt, smoothing, step
         self.optimism = np.asarray(optimism, dtype=np.float64)
-        if not ((self.optimism >= 0) & (self.optimism < np.inf)).all():
-            raise ValueError(f"optimism must be finite and >= 0, but got optimism={optimism!r}")
 
     def init(self, num_knobs: int) -> JointState:
         if self.optimism.ndim and self.optimism.shape != (num_knobs,):
@@ -80,6 +79,18 @@ class JointController:
             )
         square = np.zeros((num_knobs, num_knobs))
         return JointState(square, square.copy(), np.zeros(num_knobs), np.zeros(1), np.zeros(1), np.zeros(1))
+
+    def check_state(self, state: JointState) -> None:
+        for name in ("gram", "gram_squared"):
+            table = getattr(state, name)
+            # Sums of x x', up to rounding.
+            if not np.allclose(table, table.T) or np.linalg.eigvalsh(table).min() < -1e-9 * max(
+                np.trace(table), 1e-300
+            ):
+                raise ValueError(f"{name} must be symmetric and positive semidefinite, but got {table.tolist()}")
+        for name in ("square", "freedom", "size"):
+            if (getattr(state, name) < 0).any():
+                raise ValueError(f"{name} must be >= 0, but got {getattr(state, name).tolist()}")
 
     def update(self, state: JointState, evidence: Evidence) -> tuple[JointState, Decision]:
         finite = np.isfinite(evidence.losses)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hdet.checks import number, require
 from hdet.controllers.base import Decision, Evidence
 from hdet.spread import FloatArray
 
@@ -38,12 +39,20 @@ class PaperController:
     """
 
     def __init__(self, temperature: float = 0.002, rate: float = 0.5, momentum: float = 0.9) -> None:
+        require(number(temperature) > 0, "temperature", "a finite number > 0", temperature)
+        require(number(rate) >= 0, "rate", "a finite number >= 0", rate)
+        require(0 <= number(momentum) < 1, "momentum", "in [0, 1)", momentum)
         self.temperature = temperature
         self.rate = rate
         self.momentum = momentum
 
     def init(self, num_knobs: int) -> PaperState:
         return PaperState(velocity=np.zeros(num_knobs))
+
+    def check_state(self, state: PaperState) -> None:
+        """Delta, and so the velocity, is less than the distance between two multipliers: below 2."""
+        if (abs(state.velocity) > 2).any():
+            raise ValueError(f"velocity must be in [-2, 2], but got {state.velocity.tolist()}")
 
     def update(self, state: PaperState, evidence: Evidence) -> tuple[PaperState, Decision]:
         rho = evidence.multipliers

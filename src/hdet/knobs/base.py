@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.checks import is_flag, number, require, shown
+
 Space = Literal["linear", "log", "logit"]
 Acts = Literal["update", "forward", "training"]
 
@@ -60,15 +62,24 @@ class Knob:
         fair: bool | None = None,
         check_signal: bool = True,
     ) -> None:
-        if space not in TO_SPACE:
-            raise ValueError(f'space of {name} must be one of "linear", "log", "logit", but got space={space!r}')
-        if acts not in ("update", "forward", "training"):
-            raise ValueError(f'acts of {name} must be one of "update", "forward", "training", but got acts={acts!r}')
-        if not 0 <= spread < 1:
-            raise ValueError(f"spread of {name} must be in [0, 1), but got spread={spread!r}")
+        require(isinstance(name, str), "name", "a string", name)
+        for which, function in (("get", get), ("set", set)):
+            if not callable(function):
+                raise TypeError(f"{which} of {name} must be a function, but got {which}={shown(function)}")
+        of = f" of {name}"
+        spaces = isinstance(space, str) and space in TO_SPACE
+        require(spaces, "space", 'one of "linear", "log", "logit"', space, of=of)
+        known = isinstance(acts, str) and acts in ("update", "forward", "training")
+        require(known, "acts", 'one of "update", "forward", "training"', acts, of=of)
+        require(0 <= number(spread) < 1, "spread", "in [0, 1)", spread, of=of)
+        for which, flag in (("adapt", adapt), ("check_signal", check_signal)):
+            require(is_flag(flag), which, "True or False", flag, of=of)
+        require(fair is None or is_flag(fair), "fair", "None, True or False", fair, of=of)
+        require(_is_bound(low), "low", "a number", low, of=of)
+        require(_is_bound(high), "high", "a number", high, of=of)
         if not low < high:
             raise ValueError(f"low of {name} must be below high, but got low={low!r} and high={high!r}")
-        if space == "linear" and not (math.isfinite(low) and math.isfinite(high)):
+        if space == "linear" and not math.isfinite(float(high) - float(low)):
             raise ValueError(
                 f"low and high of {name} must be finite in the linear space, where spread and moves are shares of "
                 f"their distance, but got low={low!r} and high={high!r}"
@@ -84,7 +95,11 @@ class Knob:
 
     def bind(self, optimizer: Optimizer) -> None:
         """Meet the optimizer, and take the present value as the start."""
-        start = float(self._get())
+        found = self._get()
+        value = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+        start = number(value)
+        if math.isnan(start) and not isinstance(value, float):
+            raise ValueError(f"{self.name} must start at a number, but got {shown(found)}")
         self.check_start(start)
         self.start = start
 
@@ -163,6 +178,10 @@ def write_attribute(owner: object, attribute: str, value: float) -> None:
         replaced(old, value)
     else:
         setattr(owner, attribute, value)
+
+
+def _is_bound(value: Any) -> bool:
+    return not math.isnan(number(value)) or (isinstance(value, float) and math.isinf(value))
 
 
 def _logit(value: float) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hdet.checks import require, shown
 from hdet.knobs.base import Acts, Knob, Space, write_attribute
 
 
@@ -33,6 +34,11 @@ class Dropout(Knob):
         adapt: bool = True,
         check_signal: bool = True,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, but got {type(model).__name__}")
+        if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
+            raise TypeError(f"names must be a list of strings, but got names={shown(names)}")
+        require(names is None or len(names) > 0, "names", "None or name a place", names)
         places = list(_dropouts(model)) if names is None else [_dropout_named(model, name) for name in names]
         if not places:
             raise ValueError(
@@ -82,12 +88,14 @@ class Attribute(Knob):
         check_signal: bool = True,
         name: str | None = None,
     ) -> None:
+        require(isinstance(attribute, str), "attribute", "a string", attribute)
+        require(name is None or isinstance(name, str), "name", "a string", name)
         value = getattr(owner, attribute, None)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number and not (isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()):
             raise ValueError(
                 f"{attribute} of {type(owner).__name__} must be a number or a one-element float tensor, "
-                f"but got {value!r}"
+                f"but got {shown(value)}"
             )
         super().__init__(
             name or attribute, lambda: getattr(owner, attribute), lambda v: write_attribute(owner, attribute, v),

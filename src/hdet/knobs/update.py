@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.checks import is_flag, number, require
 from hdet.knobs.base import FROM_SPACE, TO_SPACE, Knob, replaced
 
 
@@ -68,8 +70,9 @@ class LearningRate:
     """
 
     def __init__(self, *, spread: float = 0.1, together: bool = True, adapt: bool = True) -> None:
-        if not 0 <= spread < 1:
-            raise ValueError(f"spread of learning_rate must be in [0, 1), but got spread={spread!r}")
+        require(0 <= number(spread) < 1, "spread", "in [0, 1)", spread, of=" of learning_rate")
+        for name, flag in (("together", together), ("adapt", adapt)):
+            require(is_flag(flag), name, "True or False", flag, of=" of learning_rate")
         self.spread, self.together, self.adapt = spread, together, adapt
 
 
@@ -148,6 +151,7 @@ class ClipNorm(Knob):
     def __init__(
         self, value: float, *, low: float = 1e-3, high: float = 1e3, spread: float = 0.2, adapt: bool = True
     ) -> None:
+        require(not math.isnan(number(value)), "value", "a finite number", value, of=" of clip_norm")
         self.value = float(value)
 
         def write(new: float) -> None:

@@ -20,12 +20,13 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from hdet.checks import whole_of
 from hdet.controllers import Controller, JointController
 from hdet.knobs import Knob
 from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
-from hdet.schedulers.arguments import check_auto_lr
+from hdet.schedulers.arguments import check_auto_lr, check_parts, check_total_steps
 from hdet.schedulers.face import (
     FIRST_SCALES,
     HOLD_SHARE,
@@ -35,8 +36,10 @@ from hdet.schedulers.face import (
     Gradients,
     RoundFace,
     agree,
+    cannot_load,
     check_version,
     common_facts,
+    lrs_of,
     make_board,
     make_evidence_controller,
     make_loop,
@@ -44,6 +47,7 @@ from hdet.schedulers.face import (
     warn_if_alone,
     write_lr,
 )
+from hdet.schedulers.states import check_lrs, load_schedule
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL
 
@@ -133,13 +137,17 @@ class AutoLR(RoundFace, LRScheduler):
         seed: int = 0,
     ) -> None:
         _check_schedule(schedule)
+        check_parts(
+            knobs=knobs, model=model, controller=controller, process_group=process_group, anchor_device=anchor_device,
+            anchor_dtype=anchor_dtype, snapshot_device=snapshot_device,
+        )  # fmt: skip
+        check_total_steps(total_steps)
         if total_steps is None:
             total_steps = _length(schedule)
         if interval is None:
             interval = 100 if total_steps is None else max(1, min(1000, total_steps // 100))
         if start_steps is None:
             start_steps = (total_steps or 0) // 50
-        kind: Literal["loss", "gradient"] = "loss" if signal == "loss" else "gradient"
         arguments: dict[str, Any] = {
             "schedule": type(schedule).__name__,
             "signal": signal,
@@ -161,6 +169,7 @@ class AutoLR(RoundFace, LRScheduler):
         check_auto_lr(arguments)
         optimizer = schedule.optimizer
         uses_loss = signal == "loss"
+        kind: Literal["loss", "gradient"] = "loss" if uses_loss else "gradient"
         board = make_board(knobs, probe, model, optimizer, gradients)
         apart = (uses_loss and spread > 0) or gradients == "local" or any(knob.spread for knob in board)
         replicas = find_replicas(optimizer, process_group, spread=float(apart))
@@ -177,7 +186,7 @@ class AutoLR(RoundFace, LRScheduler):
         self.optimizer = optimizer
         self.total_steps = total_steps
         parts = _parts(schedule)
-        self.last_epoch = getattr(schedule, "last_epoch", parts[-1].last_epoch)
+        self.last_epoch = self._steps_of_schedule()
         self.base_lrs = [float(lr) for lr in parts[0].base_lrs]
         # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
         for part in parts:
@@ -236,6 +245,9 @@ class AutoLR(RoundFace, LRScheduler):
         self.last_epoch = step
         self._refresh()
 
+    def _steps_of_schedule(self) -> int:
+        return int(getattr(self.schedule, "last_epoch", _parts(self.schedule)[-1].last_epoch))
+
     def _advance_schedule(self) -> None:
         """One step of the schedule among its own values: many compute the next learning rate from the group's last."""
         groups = self.optimizer.param_groups
@@ -285,20 +297,25 @@ class AutoLR(RoundFace, LRScheduler):
         that cannot be used raises ValueError and changes nothing.
         """
         check_version(state_dict)
-        before = copy.deepcopy(self.schedule.state_dict())
+        parts = _parts(self.schedule)
+        before = copy.deepcopy(self.schedule.state_dict()), [dict(vars(part)) for part in (self.schedule, *parts)]
         try:
-            last_epoch = int(state_dict["last_epoch"])
-            lrs = [float(lr) for lr in state_dict["schedule_lrs"]]
-            if len(lrs) != len(self.optimizer.param_groups):
-                groups = len(self.optimizer.param_groups)
+            last_epoch = whole_of(state_dict["last_epoch"], "last_epoch")
+            lrs, groups = state_dict["schedule_lrs"], len(self.optimizer.param_groups)
+            if isinstance(lrs, (list, tuple)) and len(lrs) != groups:
                 raise ValueError(f"the optimizer has {groups} param groups, but got a state with {len(lrs)}")
-            if not all(0 <= lr < math.inf for lr in lrs):
-                raise ValueError(f"schedule_lrs must be finite numbers >= 0, but got {lrs!r}")
-            self.schedule.load_state_dict(dict(state_dict["schedule"]))
+            lrs = lrs_of(lrs, "schedule_lrs", groups)
+            load_schedule(self.schedule, parts, copy.deepcopy(state_dict["schedule"]))
+            check_lrs(self.schedule, lrs)
+            if self._steps_of_schedule() != last_epoch:
+                raise ValueError(f"the schedule is at step {self._steps_of_schedule()}, but last_epoch is {last_epoch}")
             self._rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            self.schedule.load_state_dict(before)
-            raise ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            self.schedule.load_state_dict(before[0])
+            for part, values in zip((self.schedule, *parts), before[1], strict=True):
+                vars(part).clear()
+                vars(part).update(values)
+            raise cannot_load(error) from error
         self.last_epoch, self._schedule_lrs = last_epoch, lrs
         self._refresh()
 

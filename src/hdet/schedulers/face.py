@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
 from hdet.board import Board
+from hdet.checks import numbers_of, shown, whole
 from hdet.controllers import Controller, EvidenceController
 from hdet.gradient_signal import GradientSignal, default_sample_every
 from hdet.history import RoundRecord
@@ -33,6 +34,7 @@ from hdet.replicas import (
 )
 from hdet.rollback import Rollback
 from hdet.rounds import RoundLoop
+from hdet.schedulers.arguments import MAX_LR
 from hdet.signal import Loss
 from hdet.snapshot import Snapshot
 from hdet.steering import NO_PANEL, Panel, Steering
@@ -350,8 +352,8 @@ def make_board(
             )
         if not isinstance(knob, Knob):
             raise TypeError(f"knobs must be made of hdet.knobs, but got {type(knob).__name__}")
-    if gradients not in ("shared", "local"):
-        raise ValueError(f'gradients must be one of "shared", "local", but got gradients={gradients!r}')
+    if not isinstance(gradients, str) or gradients not in ("shared", "local"):
+        raise ValueError(f'gradients must be one of "shared", "local", but got gradients={shown(gradients)}')
     if probe is not None and not callable(probe):
         raise TypeError(f"probe must be a function that returns a loss, but got {type(probe).__name__}")
     if model is None and (probe is not None or gradients == "local"):
@@ -390,12 +392,26 @@ def common_facts(board: Board, gradients: Gradients, operations: Operations) -> 
 
 def check_version(state: Mapping[str, Any]) -> None:
     """Refuse a state that this version did not write."""
-    if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
-        version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+    version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+    if whole(version) != STATE_VERSION:
         raise ValueError(
-            f"state_dict must have version {STATE_VERSION}, but got version {version!r}; "
+            f"state_dict must have version {STATE_VERSION}, but got version {shown(version)}; "
             "load it with the version of hdet that wrote it"
         )
+
+
+def cannot_load(error: Exception) -> ValueError:
+    """What a state raises that cannot be used, whatever it made us or torch stumble over."""
+    return ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {str(error)[:1000]}")
+
+
+def lrs_of(saved: Any, name: str, num_groups: int) -> list[float]:
+    """The learning rates of a saved state, one for each param group."""
+    found = numbers_of(saved, name, num_groups, low=0)
+    if (found > MAX_LR).any():
+        raise ValueError(f"{name} must be at most {MAX_LR:g}, but got {shown(saved)}")
+    lrs: list[float] = found.tolist()
+    return lrs
 
 
 def write_lr(group: dict[str, Any], value: float) -> None:

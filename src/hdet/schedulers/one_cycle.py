@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,24 +13,27 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from hdet.checks import mapping_of
 from hdet.controllers import JointController, PaperController
 from hdet.knobs import Knob, Momentum
 from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
-from hdet.schedulers.arguments import check_one_cycle
+from hdet.schedulers.arguments import check_last_epoch, check_one_cycle, check_parts
 from hdet.schedulers.face import (
     STATE_VERSION,
     Gradients,
     RoundFace,
     agree,
     auto_settings,
+    cannot_load,
     check_version,
     common_facts,
     make_board,
     make_loop,
     warn_if_alone,
 )
+from hdet.schedulers.states import check_one_cycle_state
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL
 
@@ -132,6 +136,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}")
+        check_parts(knobs=knobs, model=model, process_group=process_group)
         arguments: dict[str, Any] = {
             "max_lr": max_lr,
             "total_steps": total_steps,
@@ -162,6 +167,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             "seed": seed,
         }
         check_one_cycle(arguments)
+        check_last_epoch(last_epoch, optimizer, cycle_momentum)
         if cycle_momentum and any(type(knob) is Momentum for knob in knobs):
             raise ValueError("knobs must not contain Momentum while the schedule moves it; pass cycle_momentum=False")
         board = make_board(knobs, probe, model, optimizer, gradients)
@@ -295,8 +301,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             if loss is not None:
                 loop.observe(loss)
             step, total_steps = self.last_epoch + 1, self.total_steps
-            if step == total_steps or (step < total_steps and loop.needs_end_step(step)):  # beyond, torch raises
-                loop.end_step(step, self._schedule_lrs or [], last=step == total_steps)
+            due = step == total_steps or (step < total_steps and loop.needs_end_step(step))  # beyond, torch raises
+            if due and self._schedule_lrs is not None:  # inside SequentialLR a first step only starts the schedule
+                loop.end_step(step, self._schedule_lrs, last=step == total_steps)
         super().step()
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -323,30 +330,28 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         torch's OneCycleLR is accepted too. Another number of replicas gets a new spread around the same base values.
         A state that cannot be used raises ValueError and changes nothing.
         """
-        if isinstance(state_dict, Mapping) and "_schedule_phases" in state_dict:
+        of_torch = isinstance(state_dict, Mapping) and "_schedule_phases" in state_dict
+        if of_torch:
             state_dict = _from_torch(state_dict)
         check_version(state_dict)
         before = {key: getattr(self, key) for key in (*_SCHEDULE_KEYS, "last_epoch", "_step_count")}
         try:
-            self.last_epoch, self._step_count = int(state_dict["last_epoch"]), int(state_dict["step_count"])
-            self.__dict__.update({key: state_dict["schedule"][key] for key in _SCHEDULE_KEYS})
+            self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
+            schedule = mapping_of(state_dict["schedule"], "schedule")
+            self.__dict__.update({key: copy.deepcopy(schedule[key]) for key in _SCHEDULE_KEYS})
             self._check_schedule()
-            if state_dict["rounds"] is not None:
+            if not of_torch:
                 self._rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
-        except Exception as error:  # whatever a strange state makes torch stumble over
+        except Exception as error:
             self.__dict__.update(before)
-            raise ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {error}") from error
+            raise cannot_load(error) from error
         self._schedule_lrs = None  # a jump to another step is no move of the schedule
         if self.last_epoch >= 0:  # inside SequentialLR, before its turn, a schedule is at -1
             self._refresh()
 
     def _check_schedule(self) -> None:
         """Raise where a loaded schedule does not fit the optimizer or cannot be computed."""
-        groups = len(self.optimizer.param_groups)
-        if len(self.base_lrs) != groups:
-            raise ValueError(f"the optimizer has {groups} param groups, but got a state with {len(self.base_lrs)}")
-        if not -1 <= self.last_epoch <= self.total_steps:
-            raise ValueError(f"last_epoch must be in [-1, {self.total_steps}], but got {self.last_epoch}")
+        check_one_cycle_state(self, self.optimizer.param_groups)
         if self._decay != "schedule" and self._decay_from >= self.total_steps:
             raise ValueError(f"decay sets in at step {self._decay_from}, but the state ends at {self.total_steps}")
         if self.last_epoch >= 0:

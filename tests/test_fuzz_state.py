@@ -1,0 +1,50 @@
+"""A few hundred of the mutations of ``fuzz_state.py``, in one process and on two replicas that are apart."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fuzz_state
+from hdet.launch import launch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models of a few numbers: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[dict[str, Any]]:
+    return fuzz_state.states_of(fuzz_state.ALONE)
+
+
+def test_mutated_states_are_refused_or_continued_from(alone: list[dict[str, Any]]) -> None:
+    counts = fuzz_state.fuzz(fuzz_state.ALONE, [alone], 300, seed=2)
+    assert counts["refused"] > 150
+    assert counts["loaded"] > 30
+
+
+def test_a_state_as_it_was_is_loaded(alone: list[dict[str, Any]]) -> None:
+    """The fuzzer would not notice a loader that refuses everything."""
+    for number, kind in enumerate(fuzz_state.ALONE):
+        for state in alone[3 * number : 3 * number + 3]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                subject = fuzz_state.Subject(kind, 7)
+            subject.scheduler.load_state_dict(state)
+            subject.two_rounds()
+
+
+def test_on_replicas_that_are_apart() -> None:
+    for counts in launch(fuzz_state.fuzz_apart, 2, [], 90, 3, timeout_s=100):
+        assert counts["refused"] > 40
+        assert counts["loaded"] > 5
