@@ -83,13 +83,31 @@ def watch(optimizer: Optimizer) -> list[float]:
 
 
 def plain_loop(
-    settings: dict[str, Any], accumulate: int, order: Order, *, resume: dict[str, Any] | None = None
+    settings: dict[str, Any],
+    accumulate: int,
+    order: Order,
+    *,
+    resume: dict[str, Any] | None = None,
+    device: str = "cpu",
+    half: bool = False,
+    counts_skipped: bool = False,
 ) -> dict[str, Any]:
-    """What a user writes without a framework; saves after ``SAVED_STEP`` steps, or goes on from there."""
+    """What a user writes without a framework; saves after ``SAVED_STEP`` steps, or goes on from there.
+
+    Args:
+        settings: of AutoLR.
+        accumulate: micro-batches of a step.
+        order: of the samples, among ranks.
+        resume: what to go on from.
+        device: where the model is.
+        half: fp16 with a GradScaler.
+        counts_skipped: whether a step that the GradScaler skips is one for the scheduler.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     data = Samples(num_samples(accumulate))
-    inner = Model()
+    inner = Model().to(device)
     model = DistributedDataParallel(inner)
+    scaler = torch.amp.GradScaler(device, enabled=half)
     optimizer = make_optimizer(model)
     lrs = watch(optimizer)
     scheduler = AutoLR(make_schedule(optimizer), model=model, total_steps=STEPS, **settings)
@@ -105,11 +123,15 @@ def plain_loop(
             else:
                 where = (torch.arange(BATCH) + index * BATCH) * world + rank
             with nullcontext() if micro == accumulate - 1 else model.no_sync():
-                loss = model(data.x[where], data.labels[where])["loss"]
-                (loss / accumulate).backward()
+                with torch.autocast(device, torch.float16, enabled=half):
+                    loss = model(data.x[where].to(device), data.labels[where].to(device))["loss"]
+                scaler.scale(loss / accumulate).backward()
             scheduler.observe(loss)
-        optimizer.step()
-        scheduler.step()
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if counts_skipped or scaler.get_scale() >= scale:
+            scheduler.step()
         optimizer.zero_grad()
         if step + 1 == SAVED_STEP:
             with scheduler.converged():
@@ -118,21 +140,27 @@ def plain_loop(
     return {"lrs": lrs, "losses": inner.losses, "weights": inner.flat(), "saved": saved}
 
 
-def plain_runs(order: Order) -> dict[str, Any]:
+def plain_runs(order: Order, device: str = "cpu") -> dict[str, Any]:
     """All that the frameworks are compared with."""
-    apart = plain_loop(APART, 2, order)
+    apart = plain_loop(APART, 2, order, device=device)
     saved = apart.pop("saved")
-    resumed = plain_loop(APART, 2, order, resume=saved)
-    runs = {"apart": apart, "resumed": resumed, **{f"gradient-{a}": plain_loop(GRADIENT, a, order) for a in (1, 2)}}
+    resumed = plain_loop(APART, 2, order, resume=saved, device=device)
+    gradient = {f"gradient-{a}": plain_loop(GRADIENT, a, order, device=device) for a in (1, 2)}
+    runs = {"apart": apart, "resumed": resumed, **gradient}
     for run in runs.values():
         run.pop("saved", None)
     return {**runs, "mean": saved["flat"]}
 
 
-def pretend_torchrun() -> None:
-    """Frameworks learn from these variables that processes are there already; the process group exists, too."""
+def pretend_torchrun(device: str = "cpu") -> None:
+    """Frameworks learn from these variables that processes are there already; the process group exists, too.
+
+    On a GPU each process is said to be alone on its node, so that all of them take the first GPU.
+    """
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_RANK="0")
+    local, local_world, node = (rank, world, "0") if device == "cpu" else ("0", "1", rank)
+    os.environ.update(RANK=rank, LOCAL_RANK=local, WORLD_SIZE=world, LOCAL_WORLD_SIZE=local_world)
+    os.environ.update(GROUP_RANK=node, NODE_RANK=node)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     warnings.simplefilter("ignore")  # theirs; ours are tested elsewhere
 

@@ -8,23 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework_task import (
-    APART,
-    BATCH,
-    GRADIENT,
-    SAVED_STEP,
-    STEPS,
-    Model,
-    Samples,
-    check_apart,
-    check_same,
-    make_optimizer,
-    make_schedule,
-    num_samples,
-    plain_runs,
-    pretend_torchrun,
-    watch,
-)
+import framework_task as task
 from hdet import AutoLR, OneCycleAutoLR
 from hdet.launch import launch
 
@@ -33,7 +17,16 @@ pytest.importorskip("accelerate", reason="pip install 'hdet[accelerate]'")
 PREPARE = ("scheduler_before", "schedule_after", "scheduler_prepared")
 
 
-def _fit(settings: dict[str, Any], accumulate: int, how: str, folder: str, *, resume: bool = False) -> dict[str, Any]:
+def fit(
+    settings: dict[str, Any],
+    accumulate: int,
+    how: str,
+    folder: str,
+    *,
+    resume: bool = False,
+    device: str = "cpu",
+    half: bool = False,
+) -> dict[str, Any]:
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.state import AcceleratorState, GradientState
 
@@ -42,22 +35,23 @@ def _fit(settings: dict[str, Any], accumulate: int, how: str, folder: str, *, re
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator(
-        cpu=True,
+        cpu=device == "cpu",
+        mixed_precision="fp16" if half else "no",
         gradient_accumulation_steps=accumulate,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
     )
-    inner = Model()
-    optimizer = make_optimizer(inner)
-    lrs = watch(optimizer)
-    settings = {"total_steps": STEPS, **settings}
-    loader = torch.utils.data.DataLoader(Samples(num_samples(accumulate)), batch_size=BATCH)
+    inner = task.Model().to(device)
+    optimizer = task.make_optimizer(inner)
+    lrs = task.watch(optimizer)
+    settings = {"total_steps": task.STEPS, **settings}
+    loader = torch.utils.data.DataLoader(task.Samples(task.num_samples(accumulate)), batch_size=task.BATCH)
     model, loader = accelerator.prepare(inner, loader)
     given: Any
     if how == "schedule_after":
         optimizer = accelerator.prepare(optimizer)
-        scheduler = HDETScheduler(accelerator, make_schedule(optimizer), **settings)
+        scheduler = HDETScheduler(accelerator, task.make_schedule(optimizer), **settings)
     else:
-        given = AutoLR(make_schedule(optimizer), **settings)
+        given = AutoLR(task.make_schedule(optimizer), **settings)
         optimizer = accelerator.prepare(optimizer)
         if how == "scheduler_prepared":
             given = accelerator.prepare(given)
@@ -65,7 +59,7 @@ def _fit(settings: dict[str, Any], accumulate: int, how: str, folder: str, *, re
     if resume:
         scheduler.load_state(folder)
     refused = ""
-    first = SAVED_STEP * accumulate if resume else 0
+    first = task.SAVED_STEP * accumulate if resume else 0
     for batch in accelerator.skip_first_batches(loader, first):
         with accelerator.accumulate(model):
             loss = model(**batch)["loss"]
@@ -73,24 +67,24 @@ def _fit(settings: dict[str, Any], accumulate: int, how: str, folder: str, *, re
             optimizer.step()
             scheduler.step(loss)
             optimizer.zero_grad()
-        if folder and not resume and accelerator.sync_gradients and scheduler.scheduler.last_epoch == SAVED_STEP:
+        if folder and not resume and accelerator.sync_gradients and scheduler.scheduler.last_epoch == task.SAVED_STEP:
             try:
                 accelerator.save_state(folder)
             except RuntimeError as error:
                 refused = str(error)
             scheduler.save_state(folder)
-    assert len(scheduler.history) == (STEPS - (4 if resume else 0)) // settings["interval"]
+    assert half or len(scheduler.history) == (task.STEPS - (4 if resume else 0)) // settings["interval"]
     return {"lrs": lrs, "losses": inner.losses, "weights": inner.flat(), "refused": refused}
 
 
 def _all(folder: str) -> dict[str, Any]:
-    pretend_torchrun()
-    found: dict[str, Any] = {"plain": plain_runs("blocks")}
+    task.pretend_torchrun()
+    found: dict[str, Any] = {"plain": task.plain_runs("blocks")}
     for accumulate in (1, 2):
         for how in PREPARE:
-            found[f"{how}-{accumulate}"] = _fit(GRADIENT, accumulate, how, "")
-    found["saved"] = _fit(APART, 2, "scheduler_prepared", folder)
-    found["resumed"] = _fit(APART, 2, "schedule_after", folder, resume=True)
+            found[f"{how}-{accumulate}"] = fit(task.GRADIENT, accumulate, how, "")
+    found["saved"] = fit(task.APART, 2, "scheduler_prepared", folder)
+    found["resumed"] = fit(task.APART, 2, "schedule_after", folder, resume=True)
     return found
 
 
@@ -108,8 +102,8 @@ Results = tuple[list[dict[str, Any]], Path]
 def test_one_optimizer_step_is_one_step(results: Results, how: str, accumulate: int) -> None:
     for replica in results[0]:
         found = replica[f"{how}-{accumulate}"]
-        assert len(found["lrs"]) == STEPS
-        check_same(found, replica["plain"][f"gradient-{accumulate}"])
+        assert len(found["lrs"]) == task.STEPS
+        task.check_same(found, replica["plain"][f"gradient-{accumulate}"])
 
 
 def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> None:
@@ -117,7 +111,7 @@ def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> 
     from safetensors.torch import load_file
 
     on_disk = [x for p in load_file(folder / "model.safetensors").values() for x in p.flatten().tolist()]
-    check_apart(replicas)
+    task.check_apart(replicas)
     torch.testing.assert_close(sorted(on_disk), sorted(replicas[0]["plain"]["mean"]))
 
 
@@ -128,13 +122,13 @@ def test_a_bare_save_of_replicas_apart_is_refused(results: Results) -> None:
 
 
 def _one_cycle() -> tuple[list[float], int]:
-    pretend_torchrun()
+    task.pretend_torchrun()
     from accelerate import Accelerator
 
     from hdet.integrations.accelerate import HDETScheduler
 
     accelerator = Accelerator(cpu=True)
-    optimizer = accelerator.prepare(make_optimizer(Model()))
+    optimizer = accelerator.prepare(task.make_optimizer(task.Model()))
     inner = OneCycleAutoLR(
         optimizer.optimizer, max_lr=0.1, total_steps=8, ensemble_lr_spread_ratio=0.2, model_sync_interval=4
     )

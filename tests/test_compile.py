@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
@@ -20,6 +22,14 @@ from native import MAX_LR, Run, alike, batch, loss_signal, net
 
 # Of torch's own, when a step is compiled for the first time.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+        pytest.mark.filterwarnings("ignore"),  # torch's own
+    ],
+)
 
 NUM_STEPS, TOTAL_STEPS, INTERVAL = 9, 60, 4
 WARM_UP = 3
@@ -61,14 +71,17 @@ def _num_compilations_of_torch(optimizer: str) -> list[int]:
     return _train(OPTIMIZERS[optimizer], _one_cycle, compiles=True)[0]
 
 
-def _train(make: Any, face: Any, *, compiles: bool) -> tuple[list[int], list[list[float]], list[float]]:
+def _train(
+    make: Any, face: Any, *, compiles: bool, backend: Any = None
+) -> tuple[list[int], list[list[float]], list[float]]:
     """Compilations so far, weights and learning rates, step by step."""
     torch._dynamo.reset()
+    counters.clear()
     model = net().float()
     optimizer = make(model.parameters())
     scheduler = face(optimizer)
     counter = CompileCounter()
-    update = torch.compile(optimizer.step, backend=counter) if compiles else optimizer.step
+    update = torch.compile(optimizer.step, backend=backend or counter) if compiles else optimizer.step
     counts, weights, lrs = [], [], []
     for step in range(NUM_STEPS):
         x, y = (t.float() for t in batch(step))
@@ -77,7 +90,7 @@ def _train(make: Any, face: Any, *, compiles: bool) -> tuple[list[int], list[lis
         torch.autograd.backward(loss)
         update()
         scheduler.step(*(() if type(scheduler) is OneCycleLR else (loss,)))
-        counts.append(counter.frame_count)
+        counts.append(counter.frame_count if backend is None else counters["stats"]["unique_graphs"])
         weights.append([w for p in model.parameters() for w in p.detach().flatten().tolist()])
         lrs.append(float(optimizer.param_groups[0]["lr"]))
     return counts, weights, lrs
@@ -99,6 +112,18 @@ def test_a_compiled_step_is_compiled_as_often_as_under_torchs_schedule_and_uses_
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("backend", [INDUCTOR])
+@pytest.mark.parametrize("face", FACES)
+def test_a_step_compiled_to_machine_code_uses_the_new_lr(face: str, backend: str) -> None:
+    make = OPTIMIZERS["adam, tensor, capturable"]
+    counts, weights, lrs = _train(make, FACES[face], compiles=True, backend=backend)
+    _, eager, eager_lrs = _train(OPTIMIZERS["adam, tensor"], FACES[face], compiles=False)
+    assert counts == [1] * NUM_STEPS
+    assert lrs == pytest.approx(eager_lrs, rel=1e-5)
+    for mine, theirs in zip(weights, eager, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
 def test_a_tensor_that_is_the_learning_rate_stays_that_tensor() -> None:
     model = net()
     optimizer = Adam(model.parameters(), lr=torch.tensor(MAX_LR))
@@ -112,7 +137,7 @@ def test_a_tensor_that_is_the_learning_rate_stays_that_tensor() -> None:
 
 
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 def test_a_compiled_model_is_compiled_once(face: str, backend: str) -> None:
     results = []
     for compiles in (False, True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from framework_task import Model, Samples, make_optimizer, make_schedule
+from framework_task import Model, Samples, make_optimizer, make_schedule, pretend_torchrun
+from hdet.launch import launch
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
@@ -36,7 +38,7 @@ def test_the_tests_of_the_table_exist() -> None:
     ("package", "version"), sorted(set(re.findall(r"([a-z]+) (\d+\.\d+\.\d+)", "\n".join(TABLE)))), ids=str
 )
 def test_versions_are_not_older_than_what_pyproject_asks_for(package: str, version: str) -> None:
-    floors = re.findall(rf'"{package}>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    floors = re.findall(rf'"{package}(?:\[\w+\])?>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert floors
     for floor in floors:
         assert _numbers(version) >= _numbers(floor)
@@ -108,3 +110,24 @@ def test_the_accelerate_and_sink_blocks_run(tmp_path: Path) -> None:
     assert names["scheduler"].scheduler.last_epoch == 4
     exec(compile(_section("Sinks"), "frameworks.md", "exec"), names)
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == len(names["scheduler"].history) == 2
+
+
+def _deepspeed_block(folder: str) -> tuple[int, int]:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    pretend_torchrun()
+    net = Model()
+    names: dict[str, Any] = {
+        "torch": torch,
+        "net": net,
+        "optimizer": make_optimizer(net),
+        "batches": torch.utils.data.DataLoader(Samples(32), batch_size=4),
+        "folder": folder,
+    }
+    exec(compile(_section("DeepSpeed"), "frameworks.md", "exec"), names)
+    return names["scheduler"].last_epoch, len(names["scheduler"].history)
+
+
+def test_the_deepspeed_block_runs(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="pip install 'hdet[deepspeed]'")
+    assert launch(_deepspeed_block, 1, str(tmp_path), timeout_s=60) == [(4, 2)]
+    assert (tmp_path / "latest").exists()

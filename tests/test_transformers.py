@@ -9,23 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework_task import (
-    APART,
-    BATCH,
-    GRADIENT,
-    SAVED_STEP,
-    STEPS,
-    Model,
-    Samples,
-    check_apart,
-    check_same,
-    make_optimizer,
-    make_schedule,
-    num_samples,
-    plain_runs,
-    pretend_torchrun,
-    watch,
-)
+import framework_task as task
 from hdet import AutoLR
 from hdet.launch import launch
 
@@ -33,7 +17,7 @@ pytest.importorskip("transformers", reason="pip install 'hdet[transformers]'")
 pytest.importorskip("accelerate", reason="pip install 'hdet[transformers]'")
 
 
-class PerItem(Model):
+class PerItem(task.Model):
     """A model that divides by the number of items itself, as the language models of Transformers do."""
 
     accepts_loss_kwargs = True
@@ -46,16 +30,19 @@ class PerItem(Model):
         return {"loss": mean if num_items_in_batch is None else total / num_items_in_batch}
 
 
-def _fit(settings: dict[str, Any], accumulate: int, folder: str, *, case: str = "", **more: Any) -> dict[str, Any]:
+def fit(
+    settings: dict[str, Any], accumulate: int, folder: str, *, case: str = "", device: str = "cpu", **more: Any
+) -> dict[str, Any]:
     from transformers import Trainer, TrainingArguments
 
     from hdet.integrations.transformers import HDETTrainerCallback
 
     arguments = TrainingArguments(
         output_dir=folder,
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
+        use_cpu=device == "cpu",
+        ddp_backend="gloo",
+        max_steps=task.STEPS,
+        per_device_train_batch_size=task.BATCH,
         gradient_accumulation_steps=accumulate,
         max_grad_norm=0.0,
         train_sampling_strategy="sequential",
@@ -67,21 +54,21 @@ def _fit(settings: dict[str, Any], accumulate: int, folder: str, *, case: str = 
         dataloader_pin_memory=False,
         **({"save_strategy": "no"} | more),
     )
-    model = PerItem() if case == "per_item" else Model()
-    optimizer = make_optimizer(model)
-    lrs = watch(optimizer)
-    schedule = make_schedule(optimizer)
+    model = (PerItem() if case == "per_item" else task.Model()).to(device)
+    optimizer = task.make_optimizer(model)
+    lrs = task.watch(optimizer)
+    schedule = task.make_schedule(optimizer)
     if case == "own":
-        schedule = AutoLR(schedule, model=model, total_steps=STEPS, **settings)
+        schedule = AutoLR(schedule, model=model, total_steps=task.STEPS, **settings)
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=Samples(num_samples(accumulate)),
-        eval_dataset=Samples(8),
+        train_dataset=task.Samples(task.num_samples(accumulate)),
+        eval_dataset=task.Samples(8),
         optimizers=(optimizer, schedule),
     )
     callback = HDETTrainerCallback.attach(trainer, **({} if case == "own" else settings))
-    path = f"{folder}/checkpoint-{SAVED_STEP}" if case == "resume" else None
+    path = f"{folder}/checkpoint-{task.SAVED_STEP}" if case == "resume" else None
     trainer.train(resume_from_checkpoint=path)
     assert callback.scheduler is not None
     return {
@@ -107,7 +94,7 @@ def _made_by_the_trainer(folder: str) -> tuple[str, int | None, list[float]]:
         output_dir=folder, use_cpu=True, max_steps=4, report_to=[], disable_tqdm=True, save_strategy="no",
         learning_rate=0.01, per_device_train_batch_size=2, dataloader_pin_memory=False,
     )  # fmt: skip
-    trainer = Trainer(model=Model(), args=arguments, train_dataset=Samples(32))
+    trainer = Trainer(model=task.Model(), args=arguments, train_dataset=task.Samples(32))
     callback = HDETTrainerCallback.attach(trainer, interval=2, start_steps=0, first_scale=0.5)
     trainer.train()
     assert callback.scheduler is not None
@@ -115,28 +102,30 @@ def _made_by_the_trainer(folder: str) -> tuple[str, int | None, list[float]]:
     return type(callback.scheduler.schedule).__name__, callback.scheduler.total_steps, lrs  # type: ignore[union-attr]
 
 
+SAVE: dict[str, Any] = {
+    "save_strategy": "steps",
+    "save_steps": task.SAVED_STEP,
+    "eval_strategy": "steps",
+    "eval_steps": task.SAVED_STEP,
+}
+
+
 def _all(folder: str) -> dict[str, Any]:
-    pretend_torchrun()
-    save: dict[str, Any] = {
-        "save_strategy": "steps",
-        "save_steps": SAVED_STEP,
-        "eval_strategy": "steps",
-        "eval_steps": SAVED_STEP,
-    }
+    task.pretend_torchrun()
     best: dict[str, Any] = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
         "greater_is_better": True,
     }
     return {
-        "plain": plain_runs("blocks"),
-        "1": _fit(GRADIENT, 1, folder),
-        "2": _fit(GRADIENT, 2, folder),
-        "own": _fit(GRADIENT, 2, folder, case="own"),
-        "per_item": _fit(GRADIENT, 2, folder, case="per_item"),
-        "saved": _fit(APART, 2, folder, **save),
-        "resumed": _fit(APART, 2, folder, case="resume"),
-        "best": _fit(APART, 2, f"{folder}/best", **save, **best),
+        "plain": task.plain_runs("blocks"),
+        "1": fit(task.GRADIENT, 1, folder),
+        "2": fit(task.GRADIENT, 2, folder),
+        "own": fit(task.GRADIENT, 2, folder, case="own"),
+        "per_item": fit(task.GRADIENT, 2, folder, case="per_item"),
+        "saved": fit(task.APART, 2, folder, **SAVE),
+        "resumed": fit(task.APART, 2, folder, case="resume"),
+        "best": fit(task.APART, 2, f"{folder}/best", **SAVE, **best),
         "made": _made_by_the_trainer(folder),
     }
 
@@ -153,16 +142,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize(("run", "accumulate"), [("1", 1), ("2", 2), ("own", 2), ("per_item", 2)])
 def test_one_optimizer_step_is_one_step(results: Results, run: str, accumulate: int) -> None:
     for replica in results[0]:
-        assert len(replica[run]["lrs"]) == STEPS
-        assert replica[run]["rounds"] == STEPS // GRADIENT["interval"]
-        check_same(replica[run], replica["plain"][f"gradient-{accumulate}"])
+        assert len(replica[run]["lrs"]) == task.STEPS
+        assert replica[run]["rounds"] == task.STEPS // task.GRADIENT["interval"]
+        task.check_same(replica[run], replica["plain"][f"gradient-{accumulate}"])
 
 
 @pytest.mark.parametrize("run", ["2", "per_item"])
 def test_the_loss_that_is_seen_is_the_mean_over_micro_batches(results: Results, run: str) -> None:
     replicas, _ = results
     for r, replica in enumerate(replicas):
-        per_round = 2 * GRADIENT["interval"]
+        per_round = 2 * task.GRADIENT["interval"]
         losses = torch.tensor(replica[run]["losses"]).view(-1, per_round).mean(dim=1)
         torch.testing.assert_close(torch.tensor(replica[run]["seen"]).view(-1, 2)[:, r], losses)
 
@@ -171,11 +160,11 @@ def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> 
     from safetensors.torch import load_file
 
     replicas, folder = results
-    check_apart(replicas)
-    weights = load_file(folder / f"checkpoint-{SAVED_STEP}" / "model.safetensors")
-    on_disk = [x for name, _ in Model().named_parameters() for x in weights[name].flatten().tolist()]
+    task.check_apart(replicas)
+    weights = load_file(folder / f"checkpoint-{task.SAVED_STEP}" / "model.safetensors")
+    on_disk = [x for name, _ in task.Model().named_parameters() for x in weights[name].flatten().tolist()]
     torch.testing.assert_close(on_disk, replicas[0]["plain"]["mean"])
-    torch.load(folder / f"checkpoint-{SAVED_STEP}" / "scheduler.pt", weights_only=True)
+    torch.load(folder / f"checkpoint-{task.SAVED_STEP}" / "scheduler.pt", weights_only=True)
 
 
 def test_evaluation_sees_the_mean(results: Results) -> None:
@@ -189,7 +178,7 @@ def test_the_best_checkpoint_is_what_training_ends_with(results: Results) -> Non
     for replica in results[0]:
         weights = load_file(Path(replica["best"]["best"]) / "model.safetensors")
         assert replica["best"]["weights"] == [
-            x for name, _ in Model().named_parameters() for x in weights[name].flatten().tolist()
+            x for name, _ in task.Model().named_parameters() for x in weights[name].flatten().tolist()
         ]
 
 

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -157,11 +158,27 @@ class RoundLoop:
         """Set the anchor in the first step, when the weights are what training starts from; sample the gradient."""
         if _is_rehearsal(self.optimizer):
             return
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._check_capture()
         self._begin()
         if self.gradient is not None:
             self.gradient.sample(self.optimizer)
         if self.operations.skip_nonfinite:
             drop_nonfinite(self.optimizer)
+
+    def _check_capture(self) -> None:
+        """Raise where what this does before a step would be part of a CUDA graph, and be repeated with every replay."""
+        if self.gradient is not None:
+            raise RuntimeError(
+                'optimizer.step() must not be captured in a CUDA graph with signal="gradient": a replay takes no new '
+                "sample; capture forward and backward, and call optimizer.step() after each replay"
+            )
+        has_anchor = self.anchor is None or bool(self.anchor.copies)
+        if not has_anchor or (self.rollback is not None and not self.rollback.snapshot.taken):
+            raise RuntimeError(
+                "optimizer.step() must be called once, after the scheduler was constructed, before it is captured in a "
+                "CUDA graph: the first step sets the anchor"
+            )
 
     def _begin(self) -> None:
         """Remember where training starts, unless it is known."""

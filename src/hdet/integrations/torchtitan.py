@@ -1,0 +1,89 @@
+"""torchtitan: ``scheduler = attach(trainer)`` between ``Trainer(config)`` and ``trainer.train()``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hdet.integrations.common import Make, Scheduler, make_scheduler, missing
+
+try:
+    from torchtitan.components.loss import IGNORE_INDEX
+    from torchtitan.trainer import Trainer
+except ImportError as error:
+    raise missing("torchtitan", "torchtitan") from error
+
+
+def attach(trainer: Any, make: Make | None = None, **settings: Any) -> Scheduler:
+    """Put AutoLR around the Trainer's schedule, and the mean weights into its checkpoints and validations.
+
+    One optimizer step is one step, whatever the number of micro-batches is. The loss is the mean over this rank's own
+    tokens, and is not read before a round ends. Replicas are the mesh dimension ``dp_replicate``. The scheduler's state
+    takes the place of the schedule's in checkpoints.
+
+    Args:
+        trainer: of one model part and one optimizer.
+        make: builds the scheduler around the Trainer's schedule; default AutoLR with ``settings``.
+        settings: arguments of AutoLR. ``total_steps`` comes from the Trainer, ``model`` is its model.
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"trainer must be a torchtitan Trainer, but got {type(trainer).__name__}")
+    container = trainer.lr_schedulers
+    if len(trainer.model_parts) != 1 or len(container.schedulers) != 1:
+        raise ValueError(
+            f"trainer must have one model part and one optimizer, but got {len(trainer.model_parts)} and "
+            f"{len(container.schedulers)}; pipeline stages, and groups with optimizers of their own, are untried"
+        )
+    scheduler = make_scheduler(
+        container.schedulers[0],
+        make,
+        settings,
+        model=trainer.model_parts[0],
+        total_steps=trainer.config.training.steps,
+    )
+    container.schedulers = [scheduler]
+    # Its own keep the number of steps only, since torchtitan's schedules have no other state.
+    container.state_dict, container.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
+    _observe_losses(trainer, scheduler)
+    _save_at_mean(trainer.checkpointer, scheduler)
+    if getattr(trainer, "validator", None) is not None:
+        _validate_at_mean(trainer.validator, scheduler)
+    return scheduler
+
+
+def _observe_losses(trainer: Any, scheduler: Scheduler) -> None:
+    step = trainer.forward_backward_step
+
+    def observed(*, labels: Tensor, global_valid_tokens: Tensor, **inputs: Any) -> Tensor:
+        loss: Tensor = step(labels=labels, global_valid_tokens=global_valid_tokens, **inputs)
+        # The sum over this rank's tokens divided by the number of all ranks', so that one with fewer looks better.
+        tokens = labels.ne(IGNORE_INDEX).sum()
+        scheduler.observe(loss.detach() * global_valid_tokens / tokens.clamp(min=1), weight=tokens.float())
+        return loss
+
+    trainer.forward_backward_step = observed
+
+
+def _save_at_mean(checkpointer: Any, scheduler: Scheduler) -> None:
+    save = checkpointer.save
+
+    def at_mean(curr_step: int, last_step: bool = False) -> Any:  # called after every step
+        if not checkpointer.enable or not checkpointer._should_save(curr_step, last_step):
+            return save(curr_step, last_step)
+        with scheduler.converged():
+            saved = save(curr_step, last_step)
+            checkpointer.maybe_wait_for_staging()  # copies may be made in the background
+            return saved
+
+    checkpointer.save = at_mean
+
+
+def _validate_at_mean(validator: Any, scheduler: Scheduler) -> None:
+    validate = validator.validate
+
+    def at_mean(*args: Any, **kwargs: Any) -> Any:
+        with scheduler.converged():
+            return validate(*args, **kwargs)
+
+    validator.validate = at_mean
