@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR
 
-import hdet.rounds
+import hdet.together
 from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations
 from hdet.launch import ReplicaError, launch
 from hdet.testing import Fault, Injector, assert_same_weights, collect_weights
@@ -319,7 +319,7 @@ def test_an_optimizer_step_skipped_on_one_rank_is_found() -> None:
 
 
 def _slow(share: float) -> list[str]:
-    hdet.rounds.SLOW_S = 0.1
+    hdet.together.SLOW_S = 0.1
     run = _Run("local", slow_share=share).advance(2 * T - 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import struct
 import time
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,29 +24,23 @@ from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
 from hdet.board import Board
-from hdet.checks import LARGEST, flag_of, mapping_of, numbers_of, shown, whole_of
-from hdet.converge import Flight, is_healthy, mean_
-from hdet.gradient_signal import GradientSignal, drop_nonfinite, unpack_samples
-from hdet.guard import GuardState, pack_guard, unpack_guard
+from hdet.converge import mean_
+from hdet.gradient_signal import GradientSignal, drop_nonfinite
 from hdet.history import RoundRecord
 from hdet.meeting import Note, compare_notes
 from hdet.operations import PLAIN, Operations
-from hdet.outer import OuterStep, StatePolicy, reset_state, state_tensors
-from hdet.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
+from hdet.outer import OuterStep, StatePolicy, state_tensors
+from hdet.quarantine import pack_quarantine
 from hdet.replicas import Replicas, as_saved, local_tensor, shape_digest
 from hdet.rollback import CUT, Rollback
-from hdet.saved import tensors_of
+from hdet.round_state import NO_ROLLBACK, pack_signal, read_round
 from hdet.signal import Loss, LossMeter
 from hdet.spread import FloatArray
 from hdet.steering import Steering
+from hdet.together import Together
 from hdet.weights import BoolArray, Weights
 
 HISTORY_ROUNDS = 1000
-
-SLOW_S = 1.0
-"""A converge shorter than this is not worth a warning, whatever its share of the round."""
-
-NO_ROLLBACK = {"guard": pack_guard(GuardState()), "num_rollbacks": 0}
 
 
 class RoundLoop:
@@ -111,9 +104,17 @@ class RoundLoop:
         self.active = apart or gradient is not None
         self.board = board
         self.outer = outer or OuterStep()
-        self.optimizer_state: StatePolicy = optimizer_state
         self.operations = operations
-        self.shared_gradients = local is None
+        self.together = Together(
+            optimizer,
+            weights,
+            replicas,
+            outer=self.outer,
+            optimizer_state=optimizer_state,
+            operations=operations,
+            apart=apart,
+            shared_gradients=local is None,
+        )
         self._make_local = local or ExitStack
         self._local = self._make_local()
         self._index = replicas.index if apart else 0
@@ -130,15 +131,6 @@ class RoundLoop:
         self._resumed_from: int | None = None
         self.finished = False
         self.num_updates = 0
-        self.quarantine_state = QuarantineState()
-        self._quarantine = Quarantine(operations.quarantine) if operations.quarantine is not None else None
-        self._node = None
-        if apart and operations.node_rounds > 1:
-            assert operations.node_size is not None
-            self._node = replicas.node(operations.node_size)
-        self._flight: Flight | None = None
-        self._round_started = math.nan
-        self._warned_slow = False
         self._update_factors()
 
     def _update_factors(self) -> None:
@@ -158,7 +150,7 @@ class RoundLoop:
         """Set the anchor in the first step, when the weights are what training starts from; sample the gradient."""
         if _is_rehearsal(self.optimizer):
             return
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._check_capture()
         self._begin()
         if self.gradient is not None:
@@ -205,7 +197,7 @@ class RoundLoop:
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` would do anything in a step that is not the last; the cheap half of it."""
-        return step % self.interval == 0 or self._inside_converged or self._flight is not None
+        return step % self.interval == 0 or self._inside_converged or self.together.flight is not None
 
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
@@ -236,7 +228,7 @@ class RoundLoop:
         if self.gradient is not None:
             slopes = self.gradient.drain(replicas.group, replicas.device, replicas.parts)
         finite = table["healthy"] > 0
-        exploded = self._exploded(np.where(finite, table["losses"], np.nan))
+        exploded = self.together.exploded(np.where(finite, table["losses"], np.nan))
         healthy = finite & ~exploded
         losses = np.where(healthy, table["losses"], np.nan)
         signal = losses if not has_probe else np.where(healthy, table["probes"], np.nan)
@@ -251,32 +243,28 @@ class RoundLoop:
                 info = steering.decide(signal, slopes)
             new_anchor = acting and self.anchor is not None and steering.wants_new_anchor()
             if not healthy.all():
-                self._mend_state(step, healthy, exploded)
+                self.together.mend_state(step, healthy, exploded)
             if self.apart:
                 distance, averaged = self._bring_together(step, healthy, signal, at_once=last or new_anchor)
             elif not healthy.all():
-                self.weights.mend(self.weights.local().values(), healthy)
+                self.weights.mend(self.weights.local().values(), healthy, alike=True)
             if new_anchor:
                 assert self.anchor is not None
                 self.anchor.renew(self.weights.anchored())
                 self._anchor_shared = True
-            if self.rollback is not None and self._flight is None:
+            if self.rollback is not None and self.together.flight is None:
                 self.rollback.keep(self.weights.local(), self.optimizer)
         panel = info.pop("panel", {})
         if steering.panel.moves_lrs:
             info = {name: panel[name][: steering.num_lrs] for name in ("slope", "standard_error", "z") if name in panel}
         steering.next_round()
-        if not last and self._flight is None:
+        if not last and self.together.flight is None:
             self._renew_anchor()
             self._place()
         self._left_at_mean = last
         if last:
             self._end()
         self._update_factors()
-        now = time.perf_counter()
-        converge_s, round_s = now - started, now - self._round_started
-        self._round_started = now
-        self._warn_if_slow(step, converge_s, round_s)
         self._history.append(
             RoundRecord(
                 index=steering.round_index - 1,
@@ -292,7 +280,7 @@ class RoundLoop:
                 unhealthy=tuple(np.flatnonzero(~finite).tolist()),
                 num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
                 distance=distance,
-                converge_s=converge_s,
+                converge_s=self.together.clock(started, step, self.interval),
                 probes=tuple(table["probes"].tolist()) if has_probe else (),
                 knobs=self.board.record(positions, steering.positions(), panel, steering.num_lrs),
                 quarantined=tuple(np.flatnonzero(exploded).tolist()),
@@ -310,27 +298,27 @@ class RoundLoop:
 
     def _bring_together(self, step: int, healthy: BoolArray, signal: FloatArray, *, at_once: bool) -> tuple[float, str]:
         """Eq. 3 at the end of a round. Returns the replicas' distance from their mean, and whose mean it is."""
-        renews = self.anchor_rounds is not None and (self.steering.round_index + 1) % self.anchor_rounds == 0
+        index = self.steering.round_index
+        renews = self.anchor is not None and self.anchor_rounds is not None and (index + 1) % self.anchor_rounds == 0
         begun = self._centre_shared and (self.anchor is None or self._anchor_shared)
-        at_once = at_once or not begun or not healthy.all() or (self.anchor is not None and renews)
-        wide = at_once or (self.steering.round_index + 1) % self.operations.node_rounds == 0
-        node = None if wide else self._node
-        if self.operations.overlap and not at_once:
-            self._flight = self.weights.depart(node)
-            return math.nan, "all" if wide else "node"
-        distance = self._average(step, healthy, signal, node=node)
+        at_once = at_once or renews or not begun or not healthy.all()
+        distance, averaged = self.together.meet(step, healthy, signal, round_index=index, at_once=at_once)
+        if self.together.flight is not None:
+            return distance, averaged
+        if averaged == "all":
+            self._converged_step = step
         if not self._centre_shared:
             # Replicas may have started apart: they go on from one place.
             mean_(self.outer.centre.copies, self.replicas, [True] * self.replicas.count)
             self._centre_shared = True
         self.outer.apply_(self.weights.anchored())
-        return distance, "all" if wide else "node"
+        return distance, averaged
 
     def _land(self) -> None:
         """Apply a mean that has been on its way, if there is one. Not a collective: nobody has to take part."""
-        if self._flight is None:
+        flight, self.together.flight = self.together.flight, None
+        if flight is None:
             return
-        flight, self._flight = self._flight, None
 
         def settle() -> None:
             if self.rollback is not None:
@@ -341,39 +329,6 @@ class RoundLoop:
         flight.land(settle)
         self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
 
-    def _exploded(self, losses: FloatArray) -> BoolArray:
-        """Replicas whose loss is finite and far above the others'."""
-        if self._quarantine is None:
-            return np.zeros(len(losses), dtype=bool)
-        self.quarantine_state, out = self._quarantine.update(self.quarantine_state, losses)
-        return out
-
-    def _mend_state(self, step: int, healthy: BoolArray, exploded: BoolArray) -> None:
-        """Give replicas that are left out the optimizer state of the others, where theirs would break them again."""
-        if not healthy.any() or not self.replicas.whole or self.optimizer_state != "keep":
-            return
-        state = state_tensors(self.optimizer)
-        mine = [float(shape_digest(state)), float(is_healthy(state))]
-        shapes, fine = np.moveaxis(self.replicas.gather(mine, step=step), 2, 0)
-        fine = (fine > 0).all(axis=1)
-        sick, givers = exploded | ~fine, healthy & fine
-        if not sick.any():
-            return
-        if givers.any() and (shapes == shapes[0]).all():
-            self.weights.mend(state, givers)
-        elif sick[self.replicas.index]:
-            reset_state(self.optimizer)
-
-    def _warn_if_slow(self, step: int, converge_s: float, round_s: float) -> None:
-        share = converge_s / round_s if round_s > 0 else math.nan
-        if not self._warned_slow and converge_s > SLOW_S and share > self.operations.slow_share:
-            self._warned_slow = True
-            warnings.warn(
-                f"the converge of step {step} took {converge_s:.1f} s, {share:.0%} of its round: a rank or the network "
-                f"is slow. Make rounds longer than {self.interval} steps, or ask `hdet doctor`. This is said once",
-                stacklevel=5,
-            )
-
     def _has_controller(self) -> bool:
         return self.steering.controller is not None or self.steering.panel.controller is not None
 
@@ -383,21 +338,10 @@ class RoundLoop:
     def _is_broken(self, step: int, losses: FloatArray, healthy: BoolArray, *, losses_given: bool) -> bool:
         """Whether this round has to be undone. Raises where it would have to be and cannot."""
         if self.rollback is None:
-            self._require_any(healthy, step)
+            self.together.require_any(healthy, step)
             return False
-        # Shards of one model cannot be mended by other shards.
-        weights_fine = bool(healthy.any() if self.replicas.whole else healthy.all())
+        weights_fine = self.together.can_go_on(healthy)
         return self.rollback.is_broken(losses, weights_fine=weights_fine, losses_given=losses_given, step=step)
-
-    def _require_any(self, healthy: BoolArray, step: int) -> None:
-        if not (healthy.any() if self.replicas.whole else healthy.all()):
-            sick = np.flatnonzero(~healthy).tolist()
-            who = f"all {len(healthy)} replicas" if not healthy.any() else f"ranks {sick}, which nobody else has,"
-            raise RuntimeError(
-                f"the weights of {who} are not finite at the converge of step {step}; "
-                "there is nothing to average: resume from a checkpoint with a lower learning rate, or pass "
-                "rollback=True, or operations=Operations(skip_nonfinite=True)"
-            )
 
     def _go_back(self, step: int) -> None:
         assert self.rollback is not None
@@ -436,8 +380,9 @@ class RoundLoop:
         if self.gradient is not None:
             self.gradient.collect(self.replicas.group, self.replicas.device, self.replicas.parts)
         if self.apart:
-            self._require_any(healthy, step)
-            self._average(step, healthy)
+            self.together.require_any(healthy, step)
+            self.weights.average(healthy, step=step)
+            self._converged_step = step
             self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
             self._left_at_mean = True
 
@@ -480,31 +425,16 @@ class RoundLoop:
         self.weights.refuse_join(step)
         total, weight = self.meter.drain()
         digest = self.weights.digest()
-        if self.optimizer_state == "average":
+        if self.together.optimizer_state == "average":
             digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
         note = Note(step, total, weight, self.weights.is_healthy(), digest, self._digest(), probe, self.num_updates)
-        alike = self.apart and self.shared_gradients
+        alike = self.apart and self.together.shared_gradients
         num_steps = step - max(step - 1, 0) // self.interval * self.interval
         table = compare_notes(
             self.replicas, note, losses_required=losses_required, updates_alike=alike, num_steps=num_steps
         )
         self._shared_signal = np.stack([table["totals"], table["weights"], table["num_updates"]])
         return table
-
-    def _average(
-        self, step: int, healthy: BoolArray, losses: FloatArray | None = None, node: Replicas | None = None
-    ) -> float:
-        """Eq. 3. At the end of a round, where there are ``losses``, by their shares and with the optimizer's state."""
-        if node is None:
-            self._converged_step = step
-        shares = None if losses is None else self.outer.shares(losses, healthy)
-        share = 1.0 if shares is None else float(shares[self.replicas.index])
-        distance = self.weights.average(healthy, step=step, share=share, node=node)
-        if losses is not None and self.optimizer_state == "average":
-            self.weights.average_also(state_tensors(self.optimizer), healthy)
-        elif losses is not None and self.optimizer_state == "reset":
-            reset_state(self.optimizer)
-        return distance
 
     def _digest(self) -> int:
         numbers = [self.steering.seed, self.steering.round_index, *self.steering.scales.tolist()]
@@ -529,12 +459,11 @@ class RoundLoop:
         """
         if self.replicas.count == 1:
             self.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
-        shared = self._shared_signal if self._shared_signal is not None else np.empty((3, 0))
         parameters = self.weights.anchored()
         anchor = [] if self.anchor is None else self.anchor.copies or [local_tensor(p) for p in parameters]
         return {
             **self.steering.state_dict(),
-            "signal": dict(zip(("totals", "weights", "num_updates"), shared.tolist(), strict=True)),
+            "signal": pack_signal(self._shared_signal),
             "left_at_mean": self._left_at_mean and not self._inside_converged,
             **(self.rollback.state_dict() if self.rollback is not None else NO_ROLLBACK),
             "num_ranks": self.replicas.count,
@@ -543,83 +472,50 @@ class RoundLoop:
             "anchor": [as_saved(copy, p) for copy, p in zip(anchor, parameters, strict=bool(anchor))],
             "knobs": self.board.starts(),
             "outer": self.outer.state_dict(parameters),
-            "quarantine": pack_quarantine(self.quarantine_state),
+            "quarantine": pack_quarantine(self.together.quarantine_state),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from ``state``; on another number of replicas with a new spread around the same base values."""
         # All is checked here, before anything has changed; nothing below may fail.
-        state = mapping_of(state, "rounds")
-        num_ranks = whole_of(state["num_ranks"], "num_ranks", 1)
-        whole_of(state["num_replicas"], "num_replicas", 1)
-        mine, num_updates = (0.0, 0.0), 0
-        shared = _unpack_signal(state["signal"], num_ranks) if num_ranks == self.replicas.count else None
-        if shared is not None:
-            if self.apart and self.shared_gradients and len(set(shared[2])) > 1:
-                raise ValueError(f"num_updates must be alike where gradients are shared, but got {shared[2].tolist()}")
-            total, weight = (shared[:2, self.replicas.index] / self.replicas.num_parts).tolist()
-            mine, num_updates = (total, weight), int(shared[2, self.replicas.index])
-        unpack_guard(state["guard"])
-        quarantine_state = unpack_quarantine(state["quarantine"])
-        num_calls = whole_of(state["num_calls"], "num_calls")
-        whole_of(state["num_rollbacks"], "num_rollbacks")
-        samples = unpack_samples(state["samples"], self.steering.num_lrs)
         self.weights.reshard()
         parameters = self.weights.anchored()
-        anchor = tensors_of(state["anchor"], parameters, "anchor", "the shapes of the optimizer's parameters")
-        left_at_mean = flag_of(state["left_at_mean"], "left_at_mean")
+        alike = self.apart and self.together.shared_gradients
+        saved = read_round(state, self.replicas, parameters, num_lrs=self.steering.num_lrs, updates_alike=alike)
         self.outer.check_state(state["outer"], parameters)
         starts = self.board.check_starts(state["knobs"])
         self.steering.load_state_dict(state)  # checks everything before it changes anything
         self.board.restart(starts)
         self.steering.set_bounds(self.board.bounds())
         self.outer.load_state_dict(state["outer"], parameters)
+        # A checkpoint is one model: what follows need not bring replicas together first.
+        self._centre_shared = self._centre_shared or self.outer.kind != "nesterov" or bool(self.outer.centre.copies)
         if self.finished:
             self._local = self._make_local()
         self.finished = False
-        self.meter.reset(*mine)
-        self._shared_signal = shared
+        self.meter.reset(saved.total, saved.weight)
+        self.num_updates = saved.num_updates
+        self._shared_signal = saved.signal
         self._converged_step = step
-        self.quarantine_state = quarantine_state
-        self.num_updates = num_updates
-        self._resumed_from = num_ranks if num_ranks != self.replicas.count else None
-        if self._flight is not None:
-            self._flight.abandon()
-            self._flight = None
+        self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None
+        self.together.quarantine_state = saved.quarantine
+        self.together.forget_flight()
         if self.gradient is not None:
             self.gradient.forget()
-            self.gradient.num_calls, self.gradient.samples = num_calls, samples
+            self.gradient.num_calls, self.gradient.samples = saved.num_calls, saved.samples
         if self.rollback is not None:
             self.rollback.load_state_dict(state, self.weights.local() if self.apart else None)
         if self.anchor is not None:
             self.anchor.copies = []
-            if anchor:
+            if saved.anchor:
                 self.anchor.renew(parameters)
-                for copy, value in zip(self.anchor.copies, anchor, strict=True):
+                for copy, value in zip(self.anchor.copies, saved.anchor, strict=True):
                     copy.copy_(value)
                 self._anchor_shared = True
-                if not left_at_mean:
+                if not saved.left_at_mean:
                     self._place()
-        self._left_at_mean = left_at_mean
+        self._left_at_mean = saved.left_at_mean
         self._update_factors()
-
-
-def _unpack_signal(packed: Any, num_ranks: int) -> FloatArray | None:
-    """The losses of an unfinished round, by replica; None where there are none."""
-    if packed is None:
-        return None
-    signal = mapping_of(packed, "signal")
-    # A loss may have been NaN or infinite. The rest is counted.
-    totals = numbers_of(signal["totals"], "totals of the signal", None, finite=False)
-    weights = numbers_of(signal["weights"], "weights of the signal", None, low=0)
-    num_updates = numbers_of(signal["num_updates"], "num_updates of the signal", None, low=0, high=LARGEST)
-    if not len(totals):
-        return None
-    if {len(totals), len(weights), len(num_updates)} != {num_ranks}:
-        raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {shown(packed)}")
-    if (num_updates % 1).any():
-        raise ValueError(f"num_updates of the signal must be integers, but got {shown(packed)}")
-    return np.stack([totals, weights, num_updates])
 
 
 def _is_rehearsal(optimizer: Optimizer) -> bool:

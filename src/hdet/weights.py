@@ -103,10 +103,14 @@ class Weights:
         """The mean of other tensors, such as an optimizer's state."""
         mean_([memory_view(t) for t in tensors], self.replicas, healthy.tolist(), self._buffers)
 
-    def mend(self, tensors: Iterable[Tensor], healthy: BoolArray) -> None:
-        """A replica that is not healthy receives the mean of the others, who keep what they have to the last bit."""
+    def mend(self, tensors: Iterable[Tensor], healthy: BoolArray, *, alike: bool) -> None:
+        """A replica that is not healthy receives the mean of the others, who keep what they have to the last bit.
+
+        Where the others are ``alike`` one of them gives: a mean of equal numbers can differ from them in the last bit.
+        """
         receives = not healthy[self.replicas.index]
-        mean_([memory_view(t) for t in tensors], self.replicas, healthy.tolist(), self._buffers, receives=receives)
+        givers = healthy & (np.cumsum(healthy) == 1) if alike else healthy
+        mean_([memory_view(t) for t in tensors], self.replicas, givers.tolist(), self._buffers, receives=receives)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

@@ -1,0 +1,101 @@
+"""The state of a round loop as plain types: made, and checked whole before anything is changed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from hdet.checks import LARGEST, flag_of, mapping_of, numbers_of, shown, whole_of
+from hdet.gradient_signal import unpack_samples
+from hdet.guard import GuardState, pack_guard, unpack_guard
+from hdet.quarantine import QuarantineState, unpack_quarantine
+from hdet.replicas import Replicas
+from hdet.saved import tensors_of
+from hdet.spread import FloatArray
+
+NO_ROLLBACK = {"guard": pack_guard(GuardState()), "num_rollbacks": 0}
+SIGNAL = ("totals", "weights", "num_updates")
+
+
+class SavedRound(NamedTuple):
+    """What a saved state says about a round, for one replica.
+
+    Attributes:
+        num_ranks: replicas it was saved with.
+        signal: everyone's losses so far, their weights and their optimizer steps, shape (3, N); None where they are not
+            known, or were another number's.
+        total, weight, num_updates: this replica's part of the signal.
+        anchor: this rank's part of the anchor, or nothing.
+        samples, num_calls: of the gradient signal.
+        left_at_mean: whether the weights were left at the mean.
+        quarantine: what is usual among replicas.
+    """
+
+    num_ranks: int
+    signal: FloatArray | None
+    total: float
+    weight: float
+    num_updates: int
+    anchor: list[Tensor]
+    samples: FloatArray
+    num_calls: int
+    left_at_mean: bool
+    quarantine: QuarantineState
+
+
+def pack_signal(signal: FloatArray | None) -> dict[str, list[float]]:
+    """The signal by name; empty lists where there is none."""
+    rows = signal if signal is not None else np.empty((len(SIGNAL), 0))
+    return dict(zip(SIGNAL, rows.tolist(), strict=True))
+
+
+def read_round(
+    state: Any, replicas: Replicas, parameters: Sequence[Tensor], *, num_lrs: int, updates_alike: bool
+) -> SavedRound:
+    """The round of a saved state; ValueError or KeyError where it cannot be used."""
+    state = mapping_of(state, "rounds")
+    num_ranks = whole_of(state["num_ranks"], "num_ranks", 1)
+    whole_of(state["num_replicas"], "num_replicas", 1)
+    signal = _unpack_signal(state["signal"], num_ranks) if num_ranks == replicas.count else None
+    total = weight = 0.0
+    num_updates = 0
+    if signal is not None:
+        if updates_alike and len(set(signal[2])) > 1:
+            raise ValueError(f"num_updates must be alike where gradients are shared, but got {signal[2].tolist()}")
+        total, weight = (signal[:2, replicas.index] / replicas.num_parts).tolist()
+        num_updates = int(signal[2, replicas.index])
+    unpack_guard(state["guard"])
+    whole_of(state["num_rollbacks"], "num_rollbacks")
+    return SavedRound(
+        num_ranks,
+        signal,
+        total,
+        weight,
+        num_updates,
+        tensors_of(state["anchor"], parameters, "anchor", "the shapes of the optimizer's parameters"),
+        unpack_samples(state["samples"], num_lrs),
+        whole_of(state["num_calls"], "num_calls"),
+        flag_of(state["left_at_mean"], "left_at_mean"),
+        unpack_quarantine(state["quarantine"]),
+    )
+
+
+def _unpack_signal(packed: Any, num_ranks: int) -> FloatArray | None:
+    """The losses of an unfinished round, by replica; None where there are none."""
+    if packed is None:
+        return None
+    signal: Mapping[str, Any] = mapping_of(packed, "signal")
+    # A loss may have been NaN or infinite. The rest is counted.
+    totals = numbers_of(signal["totals"], "totals of the signal", None, finite=False)
+    weights = numbers_of(signal["weights"], "weights of the signal", None, low=0)
+    num_updates = numbers_of(signal["num_updates"], "num_updates of the signal", None, low=0, high=LARGEST)
+    if not len(totals):
+        return None
+    if {len(totals), len(weights), len(num_updates)} != {num_ranks}:
+        raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {shown(packed)}")
+    if (num_updates % 1).any():
+        raise ValueError(f"num_updates of the signal must be integers, but got {shown(packed)}")
+    return np.stack([totals, weights, num_updates])
