@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: demo test browser lint types format bench docs clean
+.PHONY: demo test browser lint types format bench soak docs clean
 
 .venv/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -36,6 +36,11 @@ format: .venv/.ready
 
 bench: .venv/.ready
 	$(BIN)/python benchmarks/overhead.py
+
+# The long versions of what `make test` has in short: four minutes on two cores.
+soak: .venv/.ready
+	$(BIN)/python tests/soak.py --scenarios 200 --seed 0
+	$(BIN)/python tests/fuzz_state.py --mutations 10000 --seed 5
 
 docs: .venv/.ready
 	$(BIN)/pip install --quiet -e ".[docs]"

@@ -284,6 +284,26 @@ def test_a_replica_whose_loss_explodes_is_left_out_and_starts_anew() -> None:
     assert_same_weights([result["weights"] for result in results])
 
 
+def _corrupted() -> dict[str, Any]:
+    run = _Run("gradient", faults=[Fault("explode", 1, 9 * T)], steps=12 * T, quarantine=20)
+    run.advance(9 * T)
+    apart = _everyone(run.flat().tolist())
+    run.advance()
+    return {
+        "apart": apart[0] != apart[1],
+        "record": [r.quarantined for r in run.scheduler.history],
+        "weights": collect_weights(run.model),
+    }
+
+
+def test_a_replica_that_should_be_equal_and_is_not_receives_the_others_weights() -> None:
+    results = launch(_corrupted, 3)
+    for result in results:
+        assert result["apart"]
+        assert result["record"] == [(1,) if index == 9 else () for index in range(12)]
+    assert_same_weights([result["weights"] for result in results])
+
+
 # -- unequal steps ------------------------------------------------------------------------------------------------
 
 
