@@ -44,6 +44,7 @@ def test_scalars_by_replica_knob_and_group() -> None:
         "distance": 0.5,
         "converge_s": 0.01,
         "unhealthy": 1.0,
+        "quarantined": 0.0,
         "loss/replica0": 1.0,
         "probe/replica0": 0.9,
         "probe/replica1": 0.8,

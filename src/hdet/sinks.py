@@ -36,6 +36,7 @@ def scalars(record: RoundRecord, names: Sequence[str] = ()) -> dict[str, float]:
     """
     found: dict[str, float] = {"round": record.index, "rollbacks": record.num_rollbacks}
     found |= {"distance": record.distance, "converge_s": record.converge_s, "unhealthy": len(record.unhealthy)}
+    found["quarantined"] = len(record.quarantined)
     found |= _numbered("loss/replica", record.losses) | _numbered("probe/replica", record.probes)
     for k, values in enumerate(record.values):
         name = names[k] if k < len(names) else f"group{k}"
