@@ -127,6 +127,7 @@ class RoundLoop:
         self._converged_step = step
         self._shared_signal: FloatArray | None = None
         self._inside_converged = False
+        self._pending = False  # whether a step in mid-round has something to do: raise, or let a mean land
         self._left_at_mean = False
         self._resumed_from: int | None = None
         self.finished = False
@@ -197,7 +198,7 @@ class RoundLoop:
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` would do anything in a step that is not the last; the cheap half of it."""
-        return step % self.interval == 0 or self._inside_converged or self.together.flight is not None
+        return step % self.interval == 0 or self._pending
 
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
@@ -304,6 +305,7 @@ class RoundLoop:
         at_once = at_once or renews or not begun or not healthy.all()
         distance, averaged = self.together.meet(step, healthy, signal, round_index=index, at_once=at_once)
         if self.together.flight is not None:
+            self._pending = True
             return distance, averaged
         if averaged == "all":
             self._converged_step = step
@@ -319,6 +321,7 @@ class RoundLoop:
         flight, self.together.flight = self.together.flight, None
         if flight is None:
             return
+        self._pending = False
 
         def settle() -> None:
             if self.rollback is not None:
@@ -412,12 +415,12 @@ class RoundLoop:
         before = self._converged_step, self._left_at_mean
         with self.weights.set_aside():
             self.converge(step)
-            self._inside_converged = True
+            self._inside_converged = self._pending = True
             self.write_knobs(at_base=True)
             try:
                 yield
             finally:
-                self._inside_converged = False
+                self._inside_converged = self._pending = False
                 self._converged_step, self._left_at_mean = before
         self.write_knobs(at_base=self.finished)
 
@@ -500,6 +503,7 @@ class RoundLoop:
         self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None
         self.together.quarantine_state = saved.quarantine
         self.together.forget_flight()
+        self._pending = self._inside_converged
         if self.gradient is not None:
             self.gradient.forget()
             self.gradient.num_calls, self.gradient.samples = saved.num_calls, saved.samples
