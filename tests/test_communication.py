@@ -44,11 +44,12 @@ def _train(mode: str, steps: int = STEPS) -> int:
     """Bytes this rank sends in ``steps`` steps."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if mode == "moments" else 0.0)
     scheduler: Explorer | OneCycleAutoLR | AutoLR | None = None
-    if mode in ("local", "nodes"):
-        operations = Operations(node_size=2, node_rounds=2) if mode == "nodes" else Operations()
-        scheduler = Explorer(model, optimizer, interval=INTERVAL, gradients="local", operations=operations)
+    if mode in ("local", "nodes", "moments"):
+        chosen: dict[str, Any] = {"nodes": {"operations": Operations(node_size=2, node_rounds=2)}}.get(mode, {})
+        chosen |= {"optimizer_state": "average"} if mode == "moments" else {}
+        scheduler = Explorer(model, optimizer, interval=INTERVAL, gradients="local", **chosen)
     elif mode == "spread":
         options: dict[str, Any] = {"ensemble_lr_spread_ratio": 0.1, "cycle_momentum": False, "model": model}
         scheduler = OneCycleAutoLR(optimizer, 1e-3, 1000, model_sync_interval=INTERVAL, **options)
@@ -70,7 +71,7 @@ def _train(mode: str, steps: int = STEPS) -> int:
 
 def _all_modes() -> dict[str, int]:
     _train("shared", steps=2)  # connections are made, and buckets sized, on first use
-    modes = ["shared", "spread", "gradient", "local", *(["nodes"] if dist.get_world_size() > 2 else [])]
+    modes = ["shared", "spread", "gradient", "local", "moments", *(["nodes"] if dist.get_world_size() > 2 else [])]
     return {mode: _train(mode) for mode in modes}
 
 
@@ -84,6 +85,7 @@ def test_what_is_sent_is_what_the_guarantees_say(num_replicas: int) -> None:
     assert sent["spread"] == pytest.approx(STEPS + STEPS / INTERVAL, rel=0.03)
     assert sent["gradient"] == pytest.approx(STEPS, rel=0.03)
     assert sent["local"] == pytest.approx(STEPS / INTERVAL, rel=0.05)
+    assert sent["moments"] == pytest.approx(2 * STEPS / INTERVAL, rel=0.05)  # of SGD there is one
     if num_replicas > 2:
         # The first round and every second among all, the others in pairs.
         pairs = (num_replicas / 2) * 2 / (2 * (num_replicas - 1))
