@@ -22,10 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from hdet import Operations
 from hdet.launch import launch
 from hdet.replicas import find_replicas, local_tensor
 from native import FACES, TOTAL_STEPS, Run, alike, batch, error, everyone, net, paper
 
+LATE = ("paper, late", "loss, late")
+"""With a mean that comes a step late, or from the node."""
 SAVED_AT = 6  # in the middle of the second round of three
 
 
@@ -58,8 +61,11 @@ class _Setting:
 def _equal() -> dict[str, Any]:
     setting = _Setting()
     out: dict[str, Any] = {}
-    for name in FACES:
-        mine, whole = setting.hsdp(name), setting.ddp(name)
+    late = {"operations": Operations(overlap=True, node_size=1, node_rounds=2)}
+    runs: dict[str, dict[str, Any]] = {name: {} for name in FACES} | dict.fromkeys(LATE, late)
+    for name, options in runs.items():
+        face = name.removesuffix(", late")
+        mine, whole = setting.hsdp(face, **options), setting.ddp(face, **options)
         out[name] = {
             "hsdp": (mine.advance(TOTAL_STEPS), mine.told()),
             "ddp": (whole.advance(TOTAL_STEPS), whole.told()),
@@ -293,7 +299,7 @@ def _check_told(got: list[Any], want: list[Any]) -> None:
         assert_allclose(np.mean(losses), np.mean(other_losses), rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", FACES)
+@pytest.mark.parametrize("name", [*FACES, *LATE])
 def test_two_replicas_of_two_shards_train_as_two_whole_ones(found: Found, name: str) -> None:
     for result in found:
         hsdp, ddp = result["equal"][name]["hsdp"], result["equal"][name]["ddp"]
