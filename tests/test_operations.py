@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR
 
@@ -317,6 +318,10 @@ def _unequal() -> dict[str, Any]:
         before = run.flat()
         out[face] = _error(run.scheduler.converge)
         out[f"{face}: unchanged"] = torch.equal(run.flat(), before)
+    run = _Run("paper")
+    if run.rank == 0:
+        get_state_dict(run.model, run.optimizer)  # takes a step of its own, which moves nothing
+    out["rehearsed"] = run.advance(T).scheduler.history[0].num_updates
     run = _Run("local").advance(2)
     if run.rank == 0:
         run.optimizer.step()
@@ -333,6 +338,7 @@ def test_an_optimizer_step_skipped_on_one_rank_is_found() -> None:
             assert "they took replica 0: 3, replica 1: 2; never skip optimizer.step() on some ranks" in result[face]
             assert result[f"{face}: unchanged"]
         assert result["counted"] == (4, 3)
+        assert result["rehearsed"] == (4, 4)
 
 
 # -- slow converges -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import zlib
@@ -87,8 +88,9 @@ class Replicas:
             raise ValueError(verdict)
         if store.add(f"{key}/left", 1) == self.count:
             facts_of_all = [f"facts/{r}" for r in range(self.count)]
-            for name in (digest.removeprefix(f"{key}/"), "arrived", "verdict", "left", *facts_of_all):
-                store.delete_key(f"{key}/{name}")
+            with contextlib.suppress(Exception):  # not every store can delete; those of torchrun's default can
+                for name in (digest.removeprefix(f"{key}/"), "arrived", "verdict", "left", *facts_of_all):
+                    store.delete_key(f"{key}/{name}")
 
     def _quarrel(self, store: Store, key: str) -> str:
         facts = [json.loads(store.get(f"{key}/facts/{r}")) for r in range(self.count)]

@@ -159,6 +159,11 @@ class RoundLoop:
         if self.operations.skip_nonfinite:
             drop_nonfinite(self.optimizer)
 
+    def after_optimizer_step(self) -> None:
+        """Count it: replicas that share gradients must take the same steps."""
+        if not _is_rehearsal(self.optimizer):
+            self.num_updates += 1
+
     def _check_capture(self) -> None:
         """Raise where what this does before a step would be part of a CUDA graph, and be repeated with every replay."""
         if self.gradient is not None:

@@ -204,7 +204,7 @@ class RoundFace:
 
         def after_step(*_: Any) -> None:
             if (scheduler := this()) is not None:
-                scheduler._rounds.num_updates += 1
+                scheduler._rounds.after_optimizer_step()
 
         optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
