@@ -526,6 +526,20 @@ def _wrong_node() -> str:
     return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", operations=operations))
 
 
+def _copies() -> str:
+    model = _model()
+    shards = [nn.Parameter(p.detach().flatten().clone()) for p in model.parameters()]
+    return _error(lambda: Explorer(model, torch.optim.SGD(shards, lr=0.1), interval=T, gradients="local"))
+
+
+def test_an_optimizer_of_copies_is_refused() -> None:
+    for found in launch(_copies, 2):
+        assert found.startswith(
+            "ValueError: the optimizer must train parameters of the model that is averaged, but none"
+        )
+        assert "of its 2 tensors" in found
+
+
 def _disagreeing() -> str:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

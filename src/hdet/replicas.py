@@ -326,6 +326,18 @@ def trained_parameters(optimizer: Optimizer, model: nn.Module | None) -> list[nn
     return list(found.values())
 
 
+def refuse_copies(optimizer: Optimizer, model: nn.Module | None) -> None:
+    """Raise where an optimizer trains none of the model's own parameters, but copies or shards made of them."""
+    own = {_identity(p) for p in model.parameters()} if model is not None else set()
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    if own and trained and not any(_identity(p) in own for p in trained):
+        raise ValueError(
+            f"the optimizer must train parameters of the model that is averaged, but none of its {len(trained)} tensors "
+            "is one: they are copies, or shards, that some wrapper made of them (mixed precision, ZeRO), and a mean of "
+            "those need not be a model. Let the optimizer train the model itself, or pass the model that it trains"
+        )
+
+
 def _identity(parameter: Tensor) -> int:
     # DistributedDataParallel over tensor parallelism gives the module new parameters, of the same memory, each forward.
     return parameter.data_ptr() if getattr(parameter, "_st_info", None) is not None else id(parameter)

@@ -27,6 +27,7 @@ from hdet.probe import Probe
 from hdet.replicas import (
     Replicas,
     check_parameters,
+    refuse_copies,
     refuse_shared_gradients,
     shape_digest,
     sharding,
@@ -264,6 +265,8 @@ def make_loop(
     wanted = spread > 0 or gradients == "local" or any(panel.spreads)
     apart = wanted and replicas.count > 1
     _check_operations(operations, optimizer, outer, optimizer_state)
+    if apart:
+        refuse_copies(optimizer, model)
     if apart and gradients == "local":
         refuse_shared_gradients(replicas, optimizer)
     spread = spread if apart else 0.0
