@@ -332,9 +332,9 @@ def refuse_copies(optimizer: Optimizer, model: nn.Module | None) -> None:
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     if own and trained and not any(_identity(p) in own for p in trained):
         raise ValueError(
-            "the optimizer must train parameters of the model that is averaged, but none of its "
-            f"{len(trained)} tensors is one: they are copies, or shards, that some wrapper made of them (mixed precision, "
-            "ZeRO), and a mean of those need not be a model. Let the optimizer train the model itself, or pass the model that it trains"
+            f"the optimizer must train parameters of the model that is averaged, but none of its {len(trained)} "
+            "tensors is one: they are copies or shards that a wrapper made (mixed precision, ZeRO), and a mean of those "
+            "need not be a model. Let the optimizer train the model itself, or pass the model that it trains"
         )
 
 
