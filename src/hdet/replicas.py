@@ -333,8 +333,8 @@ def refuse_copies(optimizer: Optimizer, model: nn.Module | None) -> None:
     if own and trained and not any(_identity(p) in own for p in trained):
         raise ValueError(
             f"the optimizer must train parameters of the model that is averaged, but none of its {len(trained)} "
-            "tensors is one: they are copies or shards that a wrapper made (mixed precision, ZeRO), and a mean of those "
-            "need not be a model. Let the optimizer train the model itself, or pass the model that it trains"
+            "tensors is one: they are copies or shards that a wrapper made (mixed precision, ZeRO), and a mean of "
+            "those need not be a model. Let the optimizer train the model itself, or pass the model that it trains"
         )
 
 
