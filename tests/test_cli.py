@@ -187,6 +187,13 @@ def test_a_missing_package_names_the_install_command(
     assert capsys.readouterr().err == f"hdet demo needs {package}; install it with: pip install 'hdet[lab]'\n"
 
 
+def test_a_cluster_needs_no_charts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("matplotlib", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert cli.main(["plan", "--parameters", "1e9", "--replicas", "8"]) == 0
+    assert "16384" in capsys.readouterr().out.replace(",", "")
+
+
 def test_a_framed_error_becomes_one_line() -> None:
     box = "╭─ Bad ─────╮\n│ --lr: no  │\n│ number.   │\n│ ───────── │\n│ For help  │\n╰───────────╯\n"
     assert one_line(box) == "--lr: no number"

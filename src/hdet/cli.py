@@ -6,6 +6,7 @@ A command is a module of :mod:`hdet.lab` with ``main(arguments) -> exit status``
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ COMMANDS = {
     "demo": ("hdet.lab.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
 }
 LAB_PACKAGES = ("tyro", "rich", "matplotlib", "tensorboard")
+ON_CLUSTERS = ("doctor", "plan")
+"""Commands that neither draw nor log: the first two packages are enough."""
 USAGE_ERROR, INTERRUPTED = 2, 130
 
 
@@ -38,12 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"hdet: command must be one of {', '.join(COMMANDS)}, but got {name!r}; see hdet --help", file=sys.stderr)
         return USAGE_ERROR
-    try:
-        for package in LAB_PACKAGES:
-            importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        print(f"hdet {name} needs {error.name}; install it with: pip install 'hdet[lab]'", file=sys.stderr)
-        return USAGE_ERROR
+    for package in LAB_PACKAGES[:2] if name in ON_CLUSTERS else LAB_PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            print(f"hdet {name} needs {package}; install it with: pip install 'hdet[lab]'", file=sys.stderr)
+            return USAGE_ERROR
     from hdet.lab.command_line import UsageError
 
     try:
