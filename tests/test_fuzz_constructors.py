@@ -12,7 +12,7 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations, RoundRecord, knob
 from hdet.controllers import EvidenceController, JointController, PaperController
 from hdet.outer import OuterStep
 from hdet.sinks import JsonLinesSink, TensorBoardSink
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 INTERVAL = 2
 MANY = int(os.environ.get("HDET_FUZZ_EXAMPLES", "0"))
@@ -114,15 +116,6 @@ def _auto_lr(s: Setting, schedule: Any = "cosine", **arguments: Any) -> Any:
 
 def _record() -> RoundRecord:
     return RoundRecord(0, 2, (1.0,), ((0.1,),), (0.1,), (1.0,), {}, (), 0, 0.0, 0.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models of a few numbers: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 Build = Callable[..., Callable[[], object]]

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map
 
 from hdet import Operations
 from hdet.launch import launch
-from hdet.replicas import find_replicas, local_tensor
+from hdet.replicas import find_replicas
+from hdet.sharding import local_tensor
 from native import FACES, TOTAL_STEPS, Run, alike, batch, error, everyone, net, paper
 
 LATE = ("paper, late", "loss, late")

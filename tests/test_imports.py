@@ -21,14 +21,22 @@ MATHS = {
 }
 
 # What the round loop is put together from, and what its faces are.
-LOOP = {"replicas", "saved", "anchor", "board", "gradient_signal", "outer", "rollback", "weights"}
-FACE = {"replicas", "rounds", "probe", "schedulers.face", "schedulers.arguments", "schedulers.states"}
+LOOP = {"replicas", "sharding", "saved", "anchor", "board", "gradient_signal", "outer", "rollback", "weights"}
+FACE = {
+    "replicas",
+    "rounds",
+    "probe",
+    "schedulers.assembly",
+    "schedulers.face",
+    "schedulers.arguments",
+    "schedulers.states",
+}
 
 # What each module of the core may import from the package. What is not listed, it may not.
 MAY_IMPORT: dict[str, set[str]] = {
     "spread": set(),
     "checks": {"spread"},
-    "saved": {"checks", "replicas"},
+    "saved": {"checks", "sharding"},
     "signal": set(),
     "history": set(),
     "controllers.base": {"spread", "checks"},
@@ -53,19 +61,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing.controllers": {"spread", "controllers.base"},
     "testing.faults": set(),
     "testing": {"launch", "testing.controllers", "testing.faults"},
-    "replicas": {"spread"},
+    "sharding": set(),
+    "replicas": {"spread", "sharding"},
     "converge": {"replicas"},
-    "warm_start": {"checks", "replicas"},
-    "anchor": {"replicas", "converge"},
-    "gradient_signal": {"spread", "checks", "replicas", "anchor"},
-    "outer": {"spread", "checks", "saved", "replicas", "anchor"},
-    "weights": {"replicas", "converge"},
+    "warm_start": {"checks", "replicas", "sharding"},
+    "anchor": {"sharding", "converge"},
+    "gradient_signal": {"spread", "checks", "sharding", "anchor"},
+    "outer": {"spread", "checks", "saved", "sharding", "anchor"},
+    "weights": {"replicas", "sharding", "converge"},
     "meeting": {"spread", "replicas"},
     "rollback": {"spread", "guard", "snapshot", "weights"},
     "together": {"spread", "operations", "quarantine", "replicas", "converge", "outer", "weights"},
     "round_state": {"spread", "checks", "guard", "quarantine", "replicas", "saved", "gradient_signal"},
     "rounds": {*MATHS, *LOOP, "converge", "meeting", "together", "round_state"},
-    "schedulers.face": {*MATHS, *LOOP, "probe", "rounds", "schedulers.arguments", "snapshot"},
+    "schedulers.assembly": {*MATHS, *LOOP, "probe", "rounds", "snapshot"},
+    "schedulers.face": {*MATHS, "rounds", "schedulers.arguments"},
     "schedulers.arguments": {"checks"},
     "schedulers.states": {"checks"},
     "schedulers.one_cycle": {*MATHS, *FACE},

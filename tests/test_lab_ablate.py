@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,13 @@ from hdet.lab.stacked_optim import SGD
 from hdet.lab.sweep import Run, sweep
 from hdet.lab.tasks import QuadraticTask, stdlib_gpt
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAN, INF = math.nan, math.inf
 
 
 def make_task() -> QuadraticTask:
     return QuadraticTask(dimension=4, condition=5.0, num_rows=256, batch_rows=8, total_steps=60)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

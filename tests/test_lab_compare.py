@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from hdet.lab.stacked import StackedModels
 from hdet.lab.stacked_optim import Adam
 from hdet.lab.sweep import Run, sweep
 from hdet.lab.tasks import QuadraticTask, TextTask
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = ("dimension=4", "num_rows=256", "batch_rows=8", "noise=0.1")
 SMALL = [f"--task-option={text}" for text in SIZES]
@@ -79,14 +80,6 @@ def _stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(folder))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

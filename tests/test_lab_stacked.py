@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,17 +15,10 @@ from hdet.lab.stacked_optim import SGD, Adam, Lion, Muon, StackedOptimizer, make
 from hdet.lab.tasks import TextTask, split_rows
 from hdet.lab.tasks.feed_model import FeedModel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RUNS, REPLICAS, STEPS = 2, 3, 5
 Params = list[dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small only wait for each other on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -15,15 +15,9 @@ from hdet.lab.stacked import StackedModels
 from hdet.lab.stacked_optim import SGD
 from hdet.lab.tasks.base import evaluation_mode
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RUNS, REPLICAS, ROWS = 2, 3, 5
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(seed: int) -> nn.Module:

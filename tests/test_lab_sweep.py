@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,6 +22,8 @@ from hdet.lab.sweep import Run, sweep
 from hdet.lab.tasks import TextTask
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS, INTERVAL = 60, 4
 
@@ -139,14 +140,6 @@ def real(num_replicas: int) -> dict[str, Any]:
             return train_all(RUNS[1])
     results: list[dict[str, Any]] = launch(train_all, num_replicas, RUNS[num_replicas], timeout_s=100)
     return results[0]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache

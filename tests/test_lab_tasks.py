@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from hdet.lab.tasks.base import param_groups
 from hdet.lab.tasks.feed import auc
 from hdet.lab.tasks.feed_data import LIKED, PADDING, WATCHED, WATCHED_LONG
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "data"
 DOCS = ROOT / "docs" / "tasks.md"
@@ -42,15 +44,6 @@ SMALL: dict[str, Any] = {
     "batch_rows": 12,
     "num_validation": 20,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small only wait for each other on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def write_shakespeare(folder: Path) -> None:

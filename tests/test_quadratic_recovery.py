@@ -8,7 +8,7 @@ from the same starts ends at least WORSE times above it, or nowhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from hdet.lab.recipe import schedule_table
 from hdet.lab.sweep import Run, sweep
 from hdet.lab.tasks import Batch, split_rows
 from hdet.lab.tasks.base import random_rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FACTOR, WORSE = 5.0, 30.0
 SEEDS = range(20)
@@ -75,14 +77,6 @@ class Quadratic:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """The excess: how far above the minimum, which is at 0, without the noise."""
         return {"loss": 0.5 * (self.curvature * model.get_parameter("place") ** 2).sum().item()}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fixed_excess(task: Quadratic, lrs: list[float]) -> list[float]:

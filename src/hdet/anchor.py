@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hdet.converge import expanded_dims
-from hdet.replicas import local_tensor
+from hdet.sharding import local_tensor
 
 CHUNK_ELEMENTS = 2**24
 """How much is worked on at a time: bounds the temporary memory of a pass over all weights to about 64 MB."""

@@ -20,21 +20,8 @@ from hdet.outer import OuterStep, StatePolicy
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_explorer, check_parts
-from hdet.schedulers.face import (
-    STATE_VERSION,
-    AnchorChoice,
-    Device,
-    Gradients,
-    RoundFace,
-    agree,
-    cannot_load,
-    check_version,
-    common_facts,
-    lrs_of,
-    make_board,
-    make_loop,
-    write_lr,
-)
+from hdet.schedulers.assembly import AnchorChoice, Device, Gradients, agree, common_facts, make_board, make_loop
+from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, lrs_of, write_lr
 from hdet.signal import Loss
 
 LR_OPTIMISM = 0.75

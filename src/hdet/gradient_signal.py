@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
 from hdet.checks import numbers_of, shown
-from hdet.replicas import local_tensor, num_shards, sharding
+from hdet.sharding import local_tensor, num_shards, sharding
 from hdet.spread import FloatArray
 
 LARGE_MODEL = 10_000_000

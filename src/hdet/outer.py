@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from hdet.anchor import Anchor
 from hdet.checks import mapping_of, number, shown
-from hdet.replicas import as_saved, local_tensor, own_part
 from hdet.saved import tensors_of
+from hdet.sharding import as_saved, local_tensor, own_part
 from hdet.spread import FloatArray
 
 StatePolicy = Literal["average", "keep", "reset"]

@@ -7,17 +7,17 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate
 from torch.optim import Optimizer
 
+from hdet.sharding import mesh_groups, sharding
 from hdet.spread import FloatArray
 
 # How often this process has called `agree` in each group: all its ranks count alike, so that (group, number) names
@@ -193,46 +193,6 @@ def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None,
     return _spread_out(mesh.get_group(replicated[0]), parameters)
 
 
-class Sharding(NamedTuple):
-    """How a parameter lies on a mesh, and its whole shape."""
-
-    mesh: DeviceMesh
-    placements: Sequence[Placement]
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-def sharding(parameter: Tensor) -> Sharding | None:
-    """None for a parameter that this process holds whole."""
-    if isinstance(parameter, DTensor):
-        return Sharding(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
-    # DistributedDataParallel over a sliced mesh trains the local parts of a tensor-parallel model's DTensors.
-    spec: Any = getattr(parameter, "_st_info", None)
-    return None if spec is None else Sharding(spec.mesh, spec.placements, spec.shape, tuple(spec.stride))
-
-
-def num_shards(parameter: Tensor) -> int:
-    """Into how many parts a parameter is cut. Parts add up in a sum over ranks; copies have to be averaged."""
-    found = sharding(parameter)
-    if found is None:
-        return 1
-    sizes = zip(found.mesh.shape, found.placements, strict=True)
-    return math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
-
-
-def mesh_groups(parameter: Tensor) -> list[tuple[Placement, str, dist.ProcessGroup]]:
-    """Placement, name and process group of each mesh dimension, longer than 1, that a parameter lies on."""
-    found = sharding(parameter)
-    if found is None:
-        return []
-    names = found.mesh.mesh_dim_names or tuple(str(d) for d in range(found.mesh.ndim))
-    return [
-        (found.placements[d], names[d], found.mesh.get_group(d))
-        for d in range(found.mesh.ndim)
-        if found.mesh.size(d) > 1
-    ]
-
-
 def _spread_out(group: dist.ProcessGroup | None, parameters: Iterable[Tensor]) -> Replicas:
     """The replicas of ``group``, with the groups over which each of them is spread."""
     assert group is not None
@@ -277,43 +237,6 @@ def refuse_shared_gradients(replicas: Replicas, optimizer: Optimizer) -> None:
                         f"mesh dimension {name!r} in every step; shard each replica by itself, fully_shard(model, "
                         'mesh=mesh["shard"]), and pass process_group=mesh.get_group("replicate")'
                     )
-
-
-def as_saved(part: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of ``part``, this rank's of something with a parameter's shape, in the form to be saved: sharded alike."""
-    found = sharding(parameter)
-    if found is None:
-        return part.clone()
-    mesh, placements, shape, stride = found
-    return DTensor.from_local(part.clone(), mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def own_part(saved: Tensor, parameter: Tensor) -> Tensor:
-    """The inverse of :func:`as_saved`; a whole tensor is cut as the parameter is. No collective."""
-    found = sharding(parameter)
-    if isinstance(saved, DTensor):
-        if found is None or list(saved.placements) != list(found.placements) or saved.shape != found.shape:
-            raise ValueError(
-                f"a state saved with placements {saved.placements} cannot be loaded where they are "
-                f"{None if found is None else tuple(found.placements)}; save whole tensors, or use "
-                "torch.distributed.checkpoint, which cuts them anew"
-            )
-        here, there = found.mesh.get_coordinate(), saved.device_mesh.get_coordinate()
-        if here != there:
-            raise ValueError(
-                f"a state of sharded tensors was saved by the rank at {there} of the mesh, and cannot be loaded by the "
-                f"one at {here}; use torch.distributed.checkpoint, or a file for each rank, or save whole tensors"
-            )
-        return saved.to_local()
-    if found is not None and saved.shape == found.shape and saved.shape != local_tensor(parameter).shape:
-        saved = distribute_tensor(saved, found.mesh, found.placements, src_data_rank=None).to_local()
-    return saved
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, sharing its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def trained_parameters(optimizer: Optimizer, model: nn.Module | None) -> list[nn.Parameter]:

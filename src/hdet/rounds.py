@@ -31,9 +31,10 @@ from hdet.meeting import Note, compare_notes
 from hdet.operations import PLAIN, Operations
 from hdet.outer import OuterStep, StatePolicy, state_tensors
 from hdet.quarantine import pack_quarantine
-from hdet.replicas import Replicas, as_saved, local_tensor, shape_digest
+from hdet.replicas import Replicas, shape_digest
 from hdet.rollback import CUT, Rollback
 from hdet.round_state import NO_ROLLBACK, pack_signal, read_round
+from hdet.sharding import as_saved, local_tensor
 from hdet.signal import Loss, LossMeter
 from hdet.spread import FloatArray
 from hdet.steering import Steering

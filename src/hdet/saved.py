@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hdet.checks import shown
-from hdet.replicas import local_tensor, own_part
+from hdet.sharding import local_tensor, own_part
 
 
 def tensors_of(

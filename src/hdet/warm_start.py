@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdet.checks import number, require, shown
 from hdet.checks import whole as integer
-from hdet.replicas import Replicas, sharding
+from hdet.replicas import Replicas
+from hdet.sharding import sharding
 
 
 @torch.no_grad()

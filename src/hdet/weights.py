@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.converge import Buffers, Flight, is_healthy, mean_, memory_view
-from hdet.replicas import Replicas, local_tensor, shape_digest, trained_parameters
+from hdet.replicas import Replicas, shape_digest, trained_parameters
+from hdet.sharding import local_tensor
 
 BoolArray = NDArray[np.bool_]
 

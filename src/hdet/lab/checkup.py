@@ -22,7 +22,8 @@ from hdet import AutoLR, OneCycleAutoLR
 from hdet.converge import BUCKET_BYTES
 from hdet.lab.cost import Line, Method, Setting, fit, round_cost, share
 from hdet.lab.subject import Subject, is_sharded, load, noticing_grad_scaler, stand_in, traps
-from hdet.replicas import Replicas, find_replicas, local_tensor, shape_digest, trained_parameters
+from hdet.replicas import Replicas, find_replicas, shape_digest, trained_parameters
+from hdet.sharding import local_tensor
 
 SIZES_BYTES = (2**10, 2**18, 2**22, BUCKET_BYTES)
 WARM_UPS, REPEATS = 2, 5

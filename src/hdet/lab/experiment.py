@@ -24,7 +24,7 @@ from hdet.lab.run_folder import plain
 from hdet.lab.settings import PEAK_SHARE, TASK_NAMES, open_task
 from hdet.lab.sweep import Run
 from hdet.lab.tasks.base import Task
-from hdet.schedulers.face import starts_cold
+from hdet.schedulers.assembly import starts_cold
 
 RESULTS, PAGE = "results.json", "report.html"
 FINAL_SHARE = 0.02

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from hdet.replicas import sharding, trained_parameters
+from hdet.replicas import trained_parameters
+from hdet.sharding import sharding
 
 
 class Subject(NamedTuple):

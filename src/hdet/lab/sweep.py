@@ -25,7 +25,7 @@ from hdet.lab.stacked_inputs import row_table, warm_noise
 from hdet.lab.stacked_optim import StackedOptimizer
 from hdet.lab.tasks.base import Task
 from hdet.rollback import CUT
-from hdet.schedulers.face import FIRST_SCALES, make_evidence_controller
+from hdet.schedulers.assembly import FIRST_SCALES, make_evidence_controller
 from hdet.spread import FloatArray
 from hdet.steering import Steering
 

@@ -27,26 +27,21 @@ from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_auto_lr, check_parts, check_total_steps
-from hdet.schedulers.face import (
+from hdet.schedulers.assembly import (
     FIRST_SCALES,
     HOLD_SHARE,
-    STATE_VERSION,
     AnchorChoice,
     Device,
     Gradients,
-    RoundFace,
     agree,
-    cannot_load,
-    check_version,
     common_facts,
-    lrs_of,
     make_board,
     make_evidence_controller,
     make_loop,
     starts_cold,
     warn_if_alone,
-    write_lr,
 )
+from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, lrs_of, write_lr
 from hdet.schedulers.states import check_lrs, load_schedule
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL

@@ -20,19 +20,8 @@ from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_last_epoch, check_one_cycle, check_parts
-from hdet.schedulers.face import (
-    STATE_VERSION,
-    Gradients,
-    RoundFace,
-    agree,
-    auto_settings,
-    cannot_load,
-    check_version,
-    common_facts,
-    make_board,
-    make_loop,
-    warn_if_alone,
-)
+from hdet.schedulers.assembly import Gradients, agree, auto_settings, common_facts, make_board, make_loop, warn_if_alone
+from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version
 from hdet.schedulers.states import check_one_cycle_state
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL

@@ -102,3 +102,12 @@ def param_groups(task: Task, model: nn.Module) -> list[dict[str, Any]]:
     return [
         {"name": group, "params": [parameters[name] for name in names]} for group, names in task.groups(model).items()
     ]
+
+
+def decay_groups(model: nn.Module) -> dict[str, list[str]]:
+    """``decay``: matrices and convolutions; ``no_decay``: norms and biases."""
+    named = list(model.named_parameters())
+    return {
+        "decay": [name for name, parameter in named if parameter.dim() > 1],
+        "no_decay": [name for name, parameter in named if parameter.dim() <= 1],
+    }

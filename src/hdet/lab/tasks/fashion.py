@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from hdet.lab.resnet import ResNet
-from hdet.lab.tasks.base import Batch, evaluation_mode, random_rows, split_rows
+from hdet.lab.tasks.base import Batch, decay_groups, evaluation_mode, random_rows, split_rows
 from hdet.lab.tasks.download import check_sha256, read_or_download
 
 URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
@@ -82,11 +82,7 @@ class FashionTask:
 
     def groups(self, model: nn.Module) -> Mapping[str, Sequence[str]]:
         """``decay``: convolutions and the head's matrix; ``no_decay``: norms and biases."""
-        named = list(model.named_parameters())
-        return {
-            "decay": [name for name, parameter in named if parameter.dim() > 1],
-            "no_decay": [name for name, parameter in named if parameter.dim() <= 1],
-        }
+        return decay_groups(model)
 
     def rows(self, step: int, *, seed: int = 0) -> Tensor:
         drawn = random_rows(self.num_variants * self.num_train, self.batch_rows, seed=seed, step=step)

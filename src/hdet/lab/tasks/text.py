@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet.lab.gpt import GPT, next_token_loss
-from hdet.lab.tasks.base import Batch, random_rows, split_rows
+from hdet.lab.tasks.base import Batch, decay_groups, random_rows, split_rows
 from hdet.lab.tasks.download import check_sha256, read_or_download
 
 STDLIB_BYTES = 4_000_000
@@ -77,11 +77,7 @@ class TextTask:
 
     def groups(self, model: nn.Module) -> Mapping[str, Sequence[str]]:
         """``decay``: matrices; ``no_decay``: the weights of the norms."""
-        named = list(model.named_parameters())
-        return {
-            "decay": [name for name, parameter in named if parameter.dim() > 1],
-            "no_decay": [name for name, parameter in named if parameter.dim() <= 1],
-        }
+        return decay_groups(model)
 
     def rows(self, step: int, *, seed: int = 0) -> Tensor:
         return random_rows(self.num_train, self.batch_rows, seed=seed, step=step)
