@@ -134,9 +134,13 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(kind: str, tmp_path: Path)
     )
     torch.save(_Run(kind, 7, width=5).parts(), path)
     refuse(ValueError, "state_dict cannot be loaded: .*of another model")
-    other = "AutoLR" if kind == "Explorer" else "Explorer"
-    torch.save(_Run(other, 7).parts(), path)
-    refuse(ValueError, "state_dict cannot be loaded: ")
+    for other in KINDS:
+        if other != kind:
+            torch.save(_Run(other, 7).parts(), path)
+            refuse(ValueError, f"^state_dict must be one of {kind}, but it was written by {other}; load it into one$")
+    schedule = torch.optim.lr_scheduler.StepLR(_Run(kind, 0).optimizer, 3).state_dict()
+    torch.save({**good, "scheduler": schedule}, path)
+    refuse(ValueError, f"^state_dict must be one of {kind}, but it was written by a schedule of torch; load it into ")
     torch.save({**good, "scheduler": None}, path)
     refuse(ValueError, "state_dict must have version 1, but got version 'NoneType'")
     path.write_bytes(b"")

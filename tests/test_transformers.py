@@ -84,7 +84,7 @@ def fit(
     }
 
 
-def _made_by_the_trainer(folder: str) -> tuple[str, int | None, list[float]]:
+def _made_by_the_trainer(folder: str) -> tuple[str, float, list[float]]:
     """No optimizer and no schedule from the user: the Trainer makes both, the schedule around its own optimizer."""
     from transformers import Trainer, TrainingArguments
 

@@ -192,17 +192,18 @@ class Explorer(RoundFace):
                 read before the round ends. Optional with a probe, or where :meth:`observe` is used.
         """
         loop = self._rounds
-        if loop.finished:
-            raise RuntimeError(f"training was finished at step {self.last_epoch}; make a new Explorer to go on")
-        step = self.last_epoch + 1
-        if loss is not None:
-            loop.observe(loss)
-        last = step == self.total_steps
-        if last or loop.needs_end_step(step):
-            self._check_lrs()
-            if loop.end_step(step, self._schedule(), last=last):
-                self._refresh()
-        self.last_epoch = step
+        with loop.lock:
+            if loop.finished:
+                raise RuntimeError(f"training was finished at step {self.last_epoch}; make a new Explorer to go on")
+            step = self.last_epoch + 1
+            if loss is not None:
+                loop.observe(loss)
+            last = step == self.total_steps
+            if last or loop.needs_end_step(step):
+                self._check_lrs()
+                if loop.end_step(step, self._schedule(), last=last):
+                    self._refresh()
+            self.last_epoch = step
 
     @contextmanager
     def converged(self) -> Iterator[None]:
@@ -250,24 +251,26 @@ class Explorer(RoundFace):
         at its base value.
         """
         self._warn_if_apart()
-        return {
-            "version": STATE_VERSION,
-            "step": self.last_epoch,
-            "base_lrs": list(self._base_lrs),
-            "rounds": self._rounds.state_dict(),
-        }
+        with self._rounds.lock:
+            return {
+                "version": STATE_VERSION,
+                "step": self.last_epoch,
+                "base_lrs": list(self._base_lrs),
+                "rounds": self._rounds.state_dict(),
+            }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``, and write every knob. Load model and optimizer first.
 
         A state that cannot be used raises ValueError and changes nothing.
         """
-        check_version(state_dict)
-        try:
-            step = whole_of(state_dict["step"], "step")
-            lrs = lrs_of(state_dict["base_lrs"], "base_lrs", len(self._base_lrs))
-            self._rounds.load_state_dict(state_dict["rounds"], step=step)
-        except Exception as error:
-            raise cannot_load(error) from error
-        self.last_epoch, self._base_lrs = step, lrs
-        self._refresh()
+        check_version(state_dict, "Explorer")
+        with self._rounds.lock:
+            try:
+                step = whole_of(state_dict["step"], "step")
+                lrs = lrs_of(state_dict["base_lrs"], "base_lrs", len(self._base_lrs))
+                self._rounds.load_state_dict(state_dict["rounds"], step=step)
+            except Exception as error:
+                raise cannot_load(error) from error
+            self.last_epoch, self._base_lrs = step, lrs
+            self._refresh()

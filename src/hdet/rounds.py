@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 import time
 import zlib
 from collections import deque
@@ -90,6 +91,8 @@ class RoundLoop:
         local: Callable[[], ExitStack] | None = None,
         operations: Operations = PLAIN,
     ) -> None:
+        self.lock = threading.RLock()
+        """Held by whatever changes the state, so that another thread may save it in the meantime."""
         self.optimizer = optimizer
         self.weights = weights
         self.replicas = replicas
@@ -154,9 +157,10 @@ class RoundLoop:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._check_capture()
-        self._begin()
-        if self.gradient is not None:
-            self.gradient.sample(self.optimizer)
+        with self.lock:
+            self._begin()
+            if self.gradient is not None:
+                self.gradient.sample(self.optimizer)
         if self.operations.skip_nonfinite:
             drop_nonfinite(self.optimizer)
 
@@ -189,8 +193,9 @@ class RoundLoop:
             self.outer.begin(self.weights.anchored())
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
-        self.meter.observe(loss, weight)
-        self._shared_signal = None
+        with self.lock:
+            self.meter.observe(loss, weight)
+            self._shared_signal = None
 
     def schedule_moved(self, old: Sequence[float | Tensor], new: Sequence[float | Tensor]) -> None:
         """Eq. 13: tell the gate that the schedule alone went from ``old`` to ``new``, by param group."""
@@ -382,6 +387,10 @@ class RoundLoop:
 
     def converge(self, step: int) -> None:
         """Eq. 3 now, in the middle of a round: the round, its signal and its multipliers go on."""
+        with self.lock:
+            self._converge(step)
+
+    def _converge(self, step: int) -> None:
         if not self.active or self._inside_converged:
             return
         self._land()
@@ -450,6 +459,30 @@ class RoundLoop:
         return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers))
 
     # -- state --------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy with the optimizer and the model, where all that belongs to them is within reach."""
+        outside = {
+            "is one of several processes'": self.replicas.group is not None or bool(self.replicas.parts),
+            "writes knobs into a model": len(self.board) > 0,
+            "calls a probe": self.board.probe is not None,
+            'has gradients="local"': self._make_local is not ExitStack,
+            "has sinks": bool(self.sinks),
+        }
+        why = [reason for reason, holds in outside.items() if holds]
+        if why:
+            raise TypeError(
+                f"a scheduler that {' and '.join(why)} must not be copied or pickled: the copy would reach into the "
+                "model of the original; make a new one, and give it the state: load_state_dict(old.state_dict())"
+            )
+        return {key: value for key, value in vars(self).items() if key != "lock"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.lock = threading.RLock()
+        self.weights.recount()
+        if self.rollback is not None:
+            self.rollback.snapshot.forget()  # as after a resume: it names tensors by their identities
 
     @property
     def history(self) -> list[RoundRecord]:

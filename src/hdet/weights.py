@@ -128,6 +128,10 @@ class Weights:
                 for tensor, value in zip(tensors, own, strict=True):
                     tensor.copy_(value)
 
+    def recount(self) -> None:
+        """After a copy: these are other tensors."""
+        self._trainable = self._requiring_grad()
+
     def _requiring_grad(self) -> set[int]:
         # A parameter frozen in mid-round still has to be averaged at its end; one frozen all along must not be
         # touched, since a mean of equal numbers can differ from them in the last bit.

@@ -124,7 +124,8 @@ def _check_schedule(check: Arguments) -> None:
     if a["cycle_momentum"]:
         for name in ("base_momentum", "max_momentum"):
             momenta = _each(a[name])
-            check.require(name, "numbers in [0, 1), one or one a group", all(0 <= m < 1 for m in momenta))
+            # Any that torch takes: an optimizer of the user's own may mean something else by it.
+            check.require(name, "finite numbers, one or one a group", not any(math.isnan(m) for m in momenta))
     firsts = [lr / float(a["div_factor"]) for lr in lrs]
     if any(lr > MAX_LR for lr in (*firsts, *(lr / float(a["final_div_factor"]) for lr in firsts))):
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,7 @@ from hdet.schedulers.assembly import (
     warn_if_alone,
 )
 from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, lrs_of, write_lr
-from hdet.schedulers.states import check_lrs, load_schedule
+from hdet.schedulers.states import all_of, check_lrs, copied, is_torchs, load_schedule, parts_of
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL
 
@@ -179,8 +178,8 @@ class AutoLR(RoundFace, LRScheduler):
 
         self.schedule = schedule
         self.optimizer = optimizer
-        self.total_steps = total_steps
-        parts = _parts(schedule)
+        self.total_steps = math.inf if total_steps is None else total_steps
+        parts = parts_of(schedule)
         self.last_epoch = self._steps_of_schedule()
         self.base_lrs = [float(lr) for lr in parts[0].base_lrs]
         # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
@@ -230,18 +229,32 @@ class AutoLR(RoundFace, LRScheduler):
                 before the round ends. Optional with the gradient signal, or where :meth:`observe` is used.
         """
         loop = self._rounds
-        step = self.last_epoch + 1
-        if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
-            self.schedule.step()  # raises, before anything has changed
-        if loss is not None:
-            loop.observe(loss)
-        loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
-        self._advance_schedule()
-        self.last_epoch = step
-        self._refresh()
+        self._refuse_repeats()
+        with loop.lock:
+            step = self.last_epoch + 1
+            if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
+                self.schedule.step()  # raises, before anything has changed
+            if loss is not None:
+                loop.observe(loss)
+            loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
+            self._advance_schedule()
+            self.last_epoch = step
+            self._refresh()
+
+    @property
+    def _step_count(self) -> int:
+        """What Accelerate compares with ``total_steps`` before it takes a step: those taken, and torch's first one."""
+        return self.last_epoch + 1
+
+    @_step_count.setter
+    def _step_count(self, value: int) -> None:
+        """Accelerate counts micro-batches here, too; the steps of AutoLR are the optimizer's."""
 
     def _steps_of_schedule(self) -> int:
-        return int(getattr(self.schedule, "last_epoch", _parts(self.schedule)[-1].last_epoch))
+        schedule: Any = self.schedule
+        while not hasattr(schedule, "last_epoch"):  # ChainedScheduler counts through its parts
+            schedule = schedule._schedulers[-1]
+        return int(schedule.last_epoch)
 
     def _advance_schedule(self) -> None:
         """One step of the schedule among its own values: many compute the next learning rate from the group's last."""
@@ -277,13 +290,14 @@ class AutoLR(RoundFace, LRScheduler):
         With ``signal="loss"`` replicas are apart all the time: save it, and the model, inside :meth:`converged`.
         """
         self._warn_if_apart()
-        return {
-            "version": STATE_VERSION,
-            "last_epoch": self.last_epoch,
-            "schedule": self.schedule.state_dict(),
-            "schedule_lrs": list(self._schedule_lrs),
-            "rounds": self._rounds.state_dict(),
-        }
+        with self._rounds.lock:
+            return {
+                "version": STATE_VERSION,
+                "last_epoch": self.last_epoch,
+                "schedule": copied(self.schedule.state_dict()),
+                "schedule_lrs": list(self._schedule_lrs),
+                "rounds": self._rounds.state_dict(),
+            }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``, and write the learning rates into the optimizer.
@@ -291,25 +305,31 @@ class AutoLR(RoundFace, LRScheduler):
         Load the model first: with ``signal="loss"`` the replicas take their places around its weights here. A state
         that cannot be used raises ValueError and changes nothing.
         """
-        check_version(state_dict)
-        parts = _parts(self.schedule)
-        before = copy.deepcopy(self.schedule.state_dict()), [dict(vars(part)) for part in (self.schedule, *parts)]
+        check_version(state_dict, "AutoLR")
+        with self._rounds.lock:
+            self._load(state_dict)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        schedules = all_of(self.schedule)
+        before = copied(self.schedule.state_dict()), [dict(vars(each)) for each in schedules]
         try:
             last_epoch = whole_of(state_dict["last_epoch"], "last_epoch")
             lrs, groups = state_dict["schedule_lrs"], len(self.optimizer.param_groups)
             if isinstance(lrs, (list, tuple)) and len(lrs) != groups:
                 raise ValueError(f"the optimizer has {groups} param groups, but got a state with {len(lrs)}")
             lrs = lrs_of(lrs, "schedule_lrs", groups)
-            load_schedule(self.schedule, parts, copy.deepcopy(state_dict["schedule"]))
-            check_lrs(self.schedule, lrs)
-            if self._steps_of_schedule() != last_epoch:
-                raise ValueError(f"the schedule is at step {self._steps_of_schedule()}, but last_epoch is {last_epoch}")
+            load_schedule(self.schedule, copied(state_dict["schedule"]))
+            if is_torchs(self.schedule):  # a user's own may count, and keep its learning rates, as it likes
+                check_lrs(self.schedule, lrs)
+                steps = self._steps_of_schedule()
+                if steps != last_epoch:
+                    raise ValueError(f"the schedule is at step {steps}, but last_epoch is {last_epoch}")
             self._rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
         except Exception as error:
             self.schedule.load_state_dict(before[0])
-            for part, values in zip((self.schedule, *parts), before[1], strict=True):
-                vars(part).clear()
-                vars(part).update(values)
+            for each, values in zip(schedules, before[1], strict=True):
+                vars(each).clear()
+                vars(each).update(values)
             raise cannot_load(error) from error
         self.last_epoch, self._schedule_lrs = last_epoch, lrs
         self._refresh()
@@ -327,12 +347,6 @@ def _check_schedule(schedule: Any) -> None:
         raise TypeError(
             f"schedule must not be a scheduler of hdet, but got {type(schedule).__name__}; wrap a plain one"
         )
-
-
-def _parts(schedule: LRScheduler) -> list[LRScheduler]:
-    """The schedules that compute learning rates: SequentialLR and ChainedScheduler only pass them on."""
-    inner = getattr(schedule, "_schedulers", None)
-    return [schedule] if inner is None else [part for s in inner for part in _parts(s)]
 
 
 def _length(schedule: LRScheduler) -> int | None:

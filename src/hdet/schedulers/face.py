@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from hdet.schedulers.arguments import MAX_LR
 from hdet.signal import Loss
 
 STATE_VERSION = 1
+
+_KEYS = {"AutoLR": "schedule_lrs", "OneCycleAutoLR": "step_count", "Explorer": "step"}
+"""What only a state of each class has."""
 
 
 class RoundFace:
@@ -37,6 +41,17 @@ class RoundFace:
             weight: what the loss counts, e.g. the number of tokens it is a mean over.
         """
         self._rounds.observe(loss, weight)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} must not be copied by copy.copy(): two would act on one optimizer; use "
+            "copy.deepcopy((model, optimizer, scheduler)), or make a new one and load the state_dict()"
+        )
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """A copy acts on its own optimizer, which has none of the original's hooks."""
+        vars(self).update(state)
+        self._attach(self.optimizer, self._rounds)
 
     def converge(self) -> None:
         """Average the weights now. A collective: every replica must call it, after the same number of steps."""
@@ -86,6 +101,21 @@ class RoundFace:
     def _refresh(self) -> None:
         """Write the current learning rates into the optimizer."""
         raise NotImplementedError
+
+    def _refuse_repeats(self) -> None:
+        """Raise where Accelerate's wrapper calls ``step`` once for each process: rounds count optimizer steps."""
+        if not self._rounds.active or self._rounds.replicas.count * self._rounds.replicas.num_parts == 1:
+            return
+        caller = sys._getframe(2)
+        wrapper: Any = caller.f_locals.get("self")
+        if caller.f_globals.get("__name__") == "accelerate.scheduler" and (
+            wrapper.step_with_optimizer and not wrapper.split_batches
+        ):
+            raise RuntimeError(
+                f"{type(self).__name__} must be stepped once for each optimizer step, but after accelerator.prepare() "
+                "it is stepped once for each process; step hdet.integrations.accelerate.HDETScheduler(accelerator, "
+                "scheduler) instead, or pass step_scheduler_with_optimizer=False or split_batches=True to Accelerator"
+            )
 
     def _in_charge(self) -> bool:
         """Whether the optimizer's learning rates are the ones this scheduler wrote."""
@@ -150,14 +180,22 @@ class RoundFace:
             optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
 
 
-def check_version(state: Mapping[str, Any]) -> None:
-    """Refuse a state that this version did not write."""
+def check_version(state: Mapping[str, Any], kind: str) -> None:
+    """Refuse a state that this version, or a scheduler of this kind, did not write."""
     version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
+    if version is None and "_last_lr" in state:
+        raise ValueError(
+            f"state_dict must be one of {kind}, but it was written by a schedule of torch; load it into the schedule, "
+            f"and construct {kind} from there"
+        )
     if whole(version) != STATE_VERSION:
         raise ValueError(
             f"state_dict must have version {STATE_VERSION}, but got version {shown(version)}; "
             "load it with the version of hdet that wrote it"
         )
+    others = [name for name, key in _KEYS.items() if key in state and name != kind]
+    if others and _KEYS[kind] not in state:
+        raise ValueError(f"state_dict must be one of {kind}, but it was written by {others[0]}; load it into one")
 
 
 def cannot_load(error: Exception) -> ValueError:

@@ -286,14 +286,19 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
                 read before the round ends. Optional where :meth:`observe` is used, or auto-LR is off.
         """
         loop = self._loop
-        if loop is not None and not self._is_initial:
-            if loss is not None:
-                loop.observe(loss)
-            step, total_steps = self.last_epoch + 1, self.total_steps
-            due = step == total_steps or (step < total_steps and loop.needs_end_step(step))  # beyond, torch raises
-            if due and self._schedule_lrs is not None:  # inside SequentialLR a first step only starts the schedule
-                loop.end_step(step, self._schedule_lrs, last=step == total_steps)
-        super().step()
+        if loop is None:
+            super().step()
+            return
+        self._refuse_repeats()
+        with loop.lock:
+            if not self._is_initial:
+                if loss is not None:
+                    loop.observe(loss)
+                step, total_steps = self.last_epoch + 1, self.total_steps
+                due = step == total_steps or (step < total_steps and loop.needs_end_step(step))  # beyond, torch raises
+                if due and self._schedule_lrs is not None:  # inside SequentialLR a first step only starts the schedule
+                    loop.end_step(step, self._schedule_lrs, last=step == total_steps)
+            super().step()
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -304,13 +309,14 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         :meth:`converged`; in between, the model on this rank is one of several different replicas, and this warns.
         """
         self._warn_if_apart()
-        return {
-            "version": STATE_VERSION,
-            "last_epoch": self.last_epoch,
-            "step_count": self._step_count,
-            "schedule": {key: _plain(getattr(self, key)) for key in _SCHEDULE_KEYS},
-            "rounds": self._rounds.state_dict(),
-        }
+        with self._rounds.lock:
+            return {
+                "version": STATE_VERSION,
+                "last_epoch": self.last_epoch,
+                "step_count": self._step_count,
+                "schedule": {key: _plain(getattr(self, key)) for key in _SCHEDULE_KEYS if hasattr(self, key)},
+                "rounds": self._rounds.state_dict(),
+            }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``, and write the learning rates into the optimizer.
@@ -319,14 +325,22 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         torch's OneCycleLR is accepted too. Another number of replicas gets a new spread around the same base values.
         A state that cannot be used raises ValueError and changes nothing.
         """
-        of_torch = isinstance(state_dict, Mapping) and "_schedule_phases" in state_dict
+        of_torch = isinstance(state_dict, Mapping) and "version" not in state_dict and "total_steps" in state_dict
         if of_torch:
-            state_dict = _from_torch(state_dict)
-        check_version(state_dict)
-        before = {key: getattr(self, key) for key in (*_SCHEDULE_KEYS, "last_epoch", "_step_count")}
+            state_dict = self._from_torch(state_dict)
+        check_version(state_dict, "OneCycleAutoLR")
+        with self._rounds.lock:
+            self._load(state_dict, of_torch=of_torch)
+
+    def _load(self, state_dict: Mapping[str, Any], *, of_torch: bool) -> None:
+        keys = (*_SCHEDULE_KEYS, "last_epoch", "_step_count")
+        before = {key: getattr(self, key) for key in keys if hasattr(self, key)}
         try:
             self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
-            schedule = mapping_of(state_dict["schedule"], "schedule")
+            schedule = {**mapping_of(state_dict["schedule"], "schedule")}
+            if "_anneal_func_type" not in schedule and "anneal_func" in state_dict:
+                old = getattr(state_dict["anneal_func"], "__name__", "")
+                schedule["_anneal_func_type"] = getattr(self, "_anneal_func_type", old.removeprefix("_annealing_"))
             self.__dict__.update({key: copy.deepcopy(schedule[key]) for key in _SCHEDULE_KEYS})
             self._check_schedule()
             if not of_torch:
@@ -338,6 +352,17 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         if self.last_epoch >= 0:  # inside SequentialLR, before its turn, a schedule is at -1
             self._refresh()
 
+    def _from_torch(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state of torch's OneCycleLR in our form. As in torch, what it does not have stays as it is."""
+        state = {**vars(self), **state}
+        return {
+            **{key: state[key] for key in ("last_epoch", "anneal_func") if key in state},
+            "version": STATE_VERSION,
+            "step_count": state["_step_count"],
+            "schedule": {key: state[key] for key in _SCHEDULE_KEYS if key in state},
+            "rounds": None,
+        }
+
     def _check_schedule(self) -> None:
         """Raise where a loaded schedule does not fit the optimizer or cannot be computed."""
         check_one_cycle_state(self, self.optimizer.param_groups)
@@ -345,20 +370,6 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             raise ValueError(f"decay sets in at step {self._decay_from}, but the state ends at {self.total_steps}")
         if self.last_epoch >= 0:
             self._torch_lrs(self.last_epoch)
-
-
-def _from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of torch's OneCycleLR in our form: a user's run so far, to be continued with HDET."""
-    missing = [key for key in ("last_epoch", "_step_count", *_SCHEDULE_KEYS) if key not in state]
-    if missing:
-        raise ValueError(f"state_dict cannot be loaded: a state of OneCycleLR must have {missing}")
-    return {
-        "version": STATE_VERSION,
-        "last_epoch": state["last_epoch"],
-        "step_count": state["_step_count"],
-        "schedule": {key: state[key] for key in _SCHEDULE_KEYS},
-        "rounds": None,
-    }
 
 
 def _plain(value: Any) -> Any:

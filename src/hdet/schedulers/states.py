@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet.checks import flag_of, is_flag, number, shown, whole_of
 
 _LRS = {"initial_lr", "max_lr", "min_lr"}
 _MOMENTA = {"base_momentum", "max_momentum"}
 _PHASE = {"start_lr": _LRS, "end_lr": _LRS, "start_momentum": _MOMENTA, "end_momentum": _MOMENTA}
+
+# What torch's own schedules keep. Anything else in a state is a user's, and theirs alone to judge: the attributes of a
+# callable, of a subclass, or something hung onto a schedule.
+_COUNTS = {"last_epoch", "_step_count"}
+_DIVISORS = {"base_lrs", "max_lrs", "gamma", "factor", "start_factor", "T_max", "T_0", "T_i", "step_size"}
+_DIVISORS |= {"total_size", "step_ratio"}
+_NUMBERS = {"T_cur", "T_mult", "eta_min", "end_factor", "total_iters", "power", "base_momentums", "max_momentums"}
+_OTHERS = {"_last_lr", "_milestones", "milestones", "mode", "scale_mode", "cycle_momentum"}
+_FLAGS = {"_get_lr_called_within_step", "_is_initial"}  # torch has them in the class, too
+_FIELDS = _COUNTS | _DIVISORS | _NUMBERS | _OTHERS | _FLAGS
 
 
 def check_one_cycle_state(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -48,84 +58,97 @@ def _is_phase(phase: Any) -> bool:
     return names and not math.isnan(number(phase["end_step"]))
 
 
-def load_schedule(schedule: LRScheduler, parts: Iterable[LRScheduler], saved: Any) -> None:
+def load_schedule(schedule: LRScheduler, saved: Any) -> None:
     """Load ``saved`` into a schedule, and raise where it is another one's or its learning rates cannot be computed."""
-    if not isinstance(saved, Mapping):
-        raise ValueError(f"schedule must be a dict, but got {shown(saved)}")
-    parts = list(parts)
-    _check_like(saved, schedule.state_dict(), "schedule")
-    if all(type(part).__module__ == LRScheduler.__module__ for part in parts):
-        _refuse_negative(saved, schedule.state_dict(), "schedule")
-    _refuse_attributes(schedule, saved)
-    schedule.load_state_dict(dict(saved))
-    for part in parts:
-        if isinstance(part, OneCycleLR):
+    _check(schedule, saved, 0)
+    schedule.load_state_dict(saved)
+    for part in parts_of(schedule):
+        if type(part) is OneCycleLR:
             check_one_cycle_state(part, part.optimizer.param_groups)
 
 
 def check_lrs(schedule: LRScheduler, lrs: Sequence[float]) -> None:
     """Raise where ``lrs`` are not what the schedule, just loaded, has given last."""
-    last = getattr(schedule, "_last_lr", None)
-    # A step of the user's own need not keep it.
-    if type(schedule).step not in (LRScheduler.step, SequentialLR.step, ChainedScheduler.step) or last is None:
-        return
+    last = schedule._last_lr
     if not all(math.isclose(_number(a), b, rel_tol=1e-6) for a, b in zip(last, lrs, strict=True)):
         raise ValueError(f"schedule_lrs must be what the schedule gave last, {shown(last)}, but got {shown(lrs)}")
 
 
-def _refuse_attributes(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
+def all_of(schedule: LRScheduler) -> list[LRScheduler]:
+    """A schedule and all that are inside it."""
+    return [schedule, *(each for inner in getattr(schedule, "_schedulers", ()) for each in all_of(inner))]
+
+
+def parts_of(schedule: LRScheduler) -> list[LRScheduler]:
+    """The schedules that compute learning rates: SequentialLR and ChainedScheduler only pass them on."""
+    return [each for each in all_of(schedule) if not hasattr(each, "_schedulers")]
+
+
+def is_torchs(schedule: LRScheduler) -> bool:
+    """Whether a schedule, and all that are inside it, are torch's own, without a subclass of a user's."""
+    return all(type(each).__module__ == LRScheduler.__module__ for each in all_of(schedule))
+
+
+def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """Dicts and lists anew, with what is in them as it is: a user's schedule may hold a model, or a lock."""
+    memo = {} if memo is None else memo
+    if type(value) not in (dict, list):
+        return value
+    if id(value) not in memo:
+        memo[id(value)] = found = type(value)()
+        if isinstance(value, dict):
+            found.update((key, copied(entry, memo)) for key, entry in list(value.items()))
+        else:
+            found.extend(copied(entry, memo) for entry in list(value))
+    return memo[id(value)]
+
+
+def _check(schedule: LRScheduler, saved: Any, depth: int) -> None:
+    if type(schedule).__module__ != LRScheduler.__module__:
+        return
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"schedule must be a dict, but got {shown(saved)}")
+    live = schedule.state_dict()
     # torch would write them over methods.
     foreign = [
-        key for key in saved if not isinstance(key, str) or (hasattr(schedule, key) and not _is_state(schedule, key))
+        key for key in saved if not isinstance(key, str) or (hasattr(schedule, key) and key not in {*live, *_FLAGS})
     ]
     if foreign:
         raise ValueError(f"schedule must hold the state of {type(schedule).__name__}, but got {shown(foreign)}")
-    inner = getattr(schedule, "_schedulers", ())
-    for part, state in zip(inner, saved["_schedulers"] if inner else (), strict=True):
-        _refuse_attributes(part, state)
+    for key in _FIELDS & set(live) & set(saved):  # what is missing stays as it is
+        _check_like(saved[key], live[key], key, depth)
+    inner = getattr(schedule, "_schedulers", [])
+    states = saved["_schedulers"] if inner else []
+    if not isinstance(states, (list, tuple)) or len(states) != len(inner):
+        raise ValueError(f"_schedulers must be a list of {len(inner)}, but got {shown(states)}")
+    for part, state in zip(inner, states, strict=True):
+        _check(part, state, depth + 1)
 
 
-def _is_state(schedule: LRScheduler, key: str) -> bool:
-    flags = ("_get_lr_called_within_step", "_is_initial")  # torch has them in the class, too
-    return key in schedule.state_dict() or key in flags
-
-
-def _check_like(saved: Any, live: Any, name: str) -> None:
-    """Raise where a saved value is of another kind than the one it replaces. What is missing stays as it is."""
-    if isinstance(live, Mapping) and all(isinstance(key, str) for key in live):
-        if not isinstance(saved, Mapping):
-            raise ValueError(f"{name} must be a dict, but got {shown(saved)}")
-        for key in live:
-            if key in saved:
-                _check_like(saved[key], live[key], key)
-    elif isinstance(live, (list, tuple)):
-        if not isinstance(saved, (list, tuple)) or (len(saved) != len(live) and name != "_schedule_phases"):
+def _check_like(saved: Any, live: Any, name: str, depth: int) -> None:
+    """Raise where a saved value is of another kind than the one it replaces, or cannot be computed with."""
+    if isinstance(live, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or len(saved) != len(live):
             raise ValueError(f"{name} must be a list of {len(live)}, but got {shown(saved)}")
-        for one, other in zip(saved, live, strict=False):
-            _check_like(one, other, name)
+        for one, other in zip(saved, live, strict=True):
+            _check_like(one, other, name, depth)
     elif is_flag(live) or isinstance(live, (str, Mapping)):
         if not isinstance(saved, Mapping if isinstance(live, Mapping) else type(live)):
             raise ValueError(f"{name} must be of type {type(live).__name__}, but got {shown(saved)}")
-    elif not math.isnan(_number(live)) and math.isnan(_number(saved)):
+    elif not math.isnan(_number(live)):
+        _check_number(_number(saved), _number(live), saved, name, depth)
+
+
+def _check_number(value: float, live: float, saved: Any, name: str, depth: int) -> None:
+    if math.isnan(value):
         raise ValueError(f"{name} must be a finite number, but got {shown(saved)}")
-    elif isinstance(live, int) and float(_number(saved)) % 1:
+    if name in _COUNTS and value % 1:
         raise ValueError(f"{name} must be a whole number, but got {shown(saved)}")
-
-
-def _refuse_negative(saved: Any, live: Any, name: str) -> None:
-    """No schedule of torch's has a number below 0, but for what counts from -1; nor a 0 that it divides by."""
-    pairs: Iterable[tuple[Any, Any, Any]] = ()
-    if isinstance(live, Mapping):
-        pairs = ((saved[key], live[key], key) for key in live if key in saved)
-    elif isinstance(live, (list, tuple)):
-        pairs = ((one, other, name) for one, other in zip(saved, live, strict=False))
-    for one, other, key in pairs:
-        _refuse_negative(one, other, key)
-    counts = name in ("last_epoch", "_step_count", "T_cur")
-    divides = isinstance(live, float) or name in ("T_max", "T_0", "T_i", "step_size")
-    if divides and not counts and name != "_last_lr" and _number(saved) == 0 < _number(live):
+    if name in _DIVISORS and value == 0 < live:
         raise ValueError(f"{name} must be above 0, as the schedule's is, but got {shown(saved)}")
-    if _number(saved) < (-1 if counts else 0):
+    # Each SequentialLR around a schedule takes back a step of it, so that it waits for its turn one lower.
+    low = -1 - depth if name == "last_epoch" else -1 if name in ("_step_count", "T_cur") else min(live, 0)
+    if name != "_last_lr" and value < low:
         raise ValueError(f"{name} must not be negative, but got {shown(saved)}")
 
 
