@@ -122,7 +122,7 @@ def take_step(optimizer: Optimizer, scheduler: Any, *, loss: bool = False) -> li
     """A step of training; the learning rates it leaves."""
     optimizer.zero_grad()
     value = torch.stack([p.square().sum() for group in optimizer.param_groups for p in group["params"]]).sum()
-    value.backward()
+    torch.autograd.backward(value)
     optimizer.step()
     scheduler.step(*([value.detach()] if loss else []))
     return [float(group["lr"]) for group in optimizer.param_groups]

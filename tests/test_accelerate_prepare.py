@@ -67,7 +67,7 @@ def _plain(kind: str) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = _schedule(kind, optimizer)
     lrs = []
-    for batch in torch.randn(STEPS * 4, 2).split(4):
+    for batch in torch.randn(STEPS, 4, 2):
         loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
         loss.backward()
         optimizer.step()

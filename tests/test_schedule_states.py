@@ -161,7 +161,9 @@ def _train(kind: str, steps: int, *, watched: bool) -> tuple[list[float], list[A
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     scheduler = _make(kind, model, optimizer)
-    done, states, errors = threading.Event(), [], []
+    done = threading.Event()
+    states: list[Any] = []
+    errors: list[BaseException] = []
 
     def hammer() -> None:
         try:

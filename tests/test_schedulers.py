@@ -297,9 +297,12 @@ def test_loading_the_optimizer_leaves_another_schedulers_lr_alone() -> None:
 def test_resuming_by_last_epoch_without_a_loaded_optimizer_is_refused() -> None:
     optimizer = _sgd()
     before = copy.deepcopy(_snapshot(optimizer))
-    with pytest.raises(ValueError, match=r"last_epoch must be -1 .* got last_epoch=5, .* have no .*'initial_lr'"):
+    with pytest.raises(KeyError, match=r"param 'initial_lr' is not specified in param_groups\[0\] when resuming"):
         OneCycleAutoLR(optimizer, 0.1, 20, last_epoch=5)
     assert _snapshot(optimizer) == before
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    with pytest.raises(ValueError, match=r"last_epoch must be -1 .* got last_epoch=5, .* have no .*'max_lr'"):
+        OneCycleAutoLR(optimizer, 0.1, 20, last_epoch=5)
 
 
 # -- wrong arguments ----------------------------------------------------------------------------------------------

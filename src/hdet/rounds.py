@@ -157,12 +157,22 @@ class RoundLoop:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._check_capture()
+        self.check_groups()
         with self.lock:
             self._begin()
             if self.gradient is not None:
                 self.gradient.sample(self.optimizer)
         if self.operations.skip_nonfinite:
             drop_nonfinite(self.optimizer)
+
+    def check_groups(self) -> None:
+        """Raise where the optimizer has other param groups than when this was made."""
+        found, known = len(self.optimizer.param_groups), len(self.knob_of_group)
+        if found != known:
+            raise ValueError(
+                f"param groups must all be there when the scheduler is constructed, but {known} became {found}; after "
+                "optimizer.add_param_group() make a new schedule, and a new scheduler around it"
+            )
 
     def after_optimizer_step(self) -> None:
         """Count it: replicas that share gradients must take the same steps."""

@@ -150,7 +150,7 @@ def check_last_epoch(last_epoch: int, optimizer: Optimizer, cycle_momentum: bool
     """A schedule that goes on needs what it wrote into the optimizer's groups when it began."""
     needed = {"initial_lr", "max_lr", "min_lr", *(("base_momentum", "max_momentum") if cycle_momentum else ())}
     missing = sorted({name for group in optimizer.param_groups for name in needed - set(group)})
-    if last_epoch >= 0 and missing:
+    if last_epoch >= 0 and missing and "initial_lr" not in missing:  # without that, torch says so itself
         raise ValueError(
             f"last_epoch must be -1 for an optimizer that no OneCycleLR has set up, but got last_epoch={last_epoch}, "
             f"and its param groups have no {missing}; load the optimizer's state first"

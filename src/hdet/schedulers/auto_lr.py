@@ -230,6 +230,7 @@ class AutoLR(RoundFace, LRScheduler):
         """
         loop = self._rounds
         self._refuse_repeats()
+        loop.check_groups()
         with loop.lock:
             step = self.last_epoch + 1
             if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
