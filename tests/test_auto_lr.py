@@ -248,13 +248,13 @@ def test_defaults_follow_the_length_of_the_schedule() -> None:
         ("cosine", STEPS),
         ("linear then cosine", STEPS),
         ("polynomial", STEPS),
-        ("wsd", None),
-        ("exponential", None),
-        ("own, closed form", None),
-        ("chained", None),
+        ("wsd", math.inf),
+        ("exponential", math.inf),
+        ("own, closed form", math.inf),
+        ("chained", math.inf),
     ],
 )
-def test_the_length_of_a_schedule_is_found_where_it_has_one(name: str, length: int | None) -> None:
+def test_the_length_of_a_schedule_is_found_where_it_has_one(name: str, length: float) -> None:
     optimizer = two_groups()
     assert AutoLR(SCHEDULES[name](optimizer)).total_steps == length
     told = two_groups()
