@@ -81,6 +81,7 @@ def lambda_of_state(optimizer: Optimizer) -> LRScheduler:
 
 LEAVES: dict[str, Build] = {
     "LambdaLR": lambda o: LambdaLR(o, lambda step: 0.9**step),
+    "LambdaLR below 0": lambda o: LambdaLR(o, lambda step: 1 - step / 5),
     "LambdaLR object": lambda_of_state,
     "MultiplicativeLR": lambda o: MultiplicativeLR(o, lambda step: 0.95 if step % 2 else 1.02),
     "StepLR": lambda o: StepLR(o, 2, gamma=0.5),

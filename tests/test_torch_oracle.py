@@ -168,7 +168,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "momenta below 0": {"max_lr": 0.1, "total_steps": 20, "base_momentum": -0.5, "max_momentum": [0.5, 1.0]},
     "no momentum": {"max_lr": 0.1, "total_steps": 20, "cycle_momentum": False, "base_momentum": 7},
     "factors": {"max_lr": 0.1, "total_steps": 20, "div_factor": 2, "final_div_factor": 3, "pct_start": 0.7},
-    "a tensor": {"max_lr": 0.1, "total_steps": 20, "pct_start": 0.0},
+    "no rise": {"max_lr": 0.1, "total_steps": 20, "pct_start": 0.0},
 }
 BAD_FORMS: dict[str, dict[str, Any]] = {
     "no length": {"max_lr": 0.1},

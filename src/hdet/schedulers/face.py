@@ -203,9 +203,9 @@ def cannot_load(error: Exception) -> ValueError:
     return ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {str(error)[:1000]}")
 
 
-def lrs_of(saved: Any, name: str, num_groups: int) -> list[float]:
+def lrs_of(saved: Any, name: str, num_groups: int, low: float = 0) -> list[float]:
     """The learning rates of a saved state, one for each param group."""
-    found = numbers_of(saved, name, num_groups, low=0)
+    found = numbers_of(saved, name, num_groups, low=low)
     if (found > MAX_LR).any():
         raise ValueError(f"{name} must be at most {MAX_LR:g}, but got {shown(saved)}")
     lrs: list[float] = found.tolist()
