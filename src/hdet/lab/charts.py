@@ -6,6 +6,8 @@ import io
 import math
 import re
 import statistics
+import warnings
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
+from hdet.lab.command_line import printable
 from hdet.lab.run_folder import RunRecord
 
 # Okabe and Ito's colours, safe for the colour-blind, without the yellow, which is lost on white.
@@ -24,6 +28,7 @@ INK, GRID = "#1a1a1b", "#d0d2d4"
 VARIABLES = {INK: "currentColor", GRID: "var(--grid)", **{c: f"var(--c{i})" for i, c in enumerate(PALETTE)}}
 STYLES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2)), (0, (8, 2, 1, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
+MAX_LABEL = 80  # characters; longer ones leave no room for the curves
 MAX_INSIDE = 4  # more lines of a legend would cover the curves
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -49,7 +54,7 @@ class Chart:
     """A drawn chart.
 
     Attributes:
-        name: of its file.
+        name: of its file; never made of what a run folder says.
         title: what it shows.
         caption: how to read it.
         svg: to put into a page.
@@ -107,13 +112,13 @@ def draw_all(groups: Sequence[Group]) -> list[Chart]:
 
 
 def _knob_charts(group: Group, lr_name: str) -> list[Chart]:
-    """One for each knob that the runs explored; named after the chart of their learning rates."""
+    """One for each knob that the runs explored; numbered like the chart of their learning rates."""
     caption = "Every replica (thin) and the base (thick); line styles tell seeds apart."
     found = dict.fromkeys(name for run in group.runs for entry in run.rounds for name in entry.get("knobs", {}))
     suffix, about = lr_name.removeprefix("lr"), "" if lr_name == "lr" else f": {group.label}"
     return [
-        draw(f"{name}{suffix}", f"{name}{about}", caption, lambda axes, n=name: _draw_knob(axes, group, n))  # type: ignore[misc]
-        for name in found
+        draw(f"knob-{k}{suffix}", f"{name}{about}", caption, lambda axes, n=name: _draw_knob(axes, group, n))  # type: ignore[misc]
+        for k, name in enumerate(found, 1)
     ]
 
 
@@ -294,7 +299,8 @@ def colour(index: int) -> str:
 def draw(name: str, title: str, caption: str, fill: Callable[[Axes], None], *, xlabel: str = "step") -> Chart:
     """A chart whose axes ``fill`` draws into."""
     # Small on purpose: at the width of a phone its text is still readable, on a desk it is magnified.
-    with mpl.rc_context({**RC, "svg.hashsalt": name}):
+    with mpl.rc_context({**RC, "svg.hashsalt": name}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")  # it draws a box
         figure = Figure(figsize=(4.4, 2.9), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
@@ -302,30 +308,57 @@ def draw(name: str, title: str, caption: str, fill: Callable[[Axes], None], *, x
         axes.set_xlabel(xlabel)
         axes.grid(visible=True, lw=0.5)
         axes.set_axisbelow(True)
-        if (num_entries := len(axes.get_legend_handles_labels()[1])) > MAX_INSIDE:
-            figure.set_size_inches(4.4, 2.9 + 0.14 * math.ceil(num_entries / 2))
-            figure.legend(loc="outside lower center", ncols=2)
-        else:
-            axes.legend(loc="best")  # said, or matplotlib warns where a busy machine is slow to find it
+        legend = _add_legend(figure, axes)
+        for text in (axes.yaxis.label, axes.title, *legend):
+            text.set_parse_math(False)  # a $ or a backslash in a name is no formula
+            text.set_text(_label(text.get_text()))
         vector, pixels = io.StringIO(), io.BytesIO()
         figure.savefig(vector, format="svg", transparent=True, metadata={"Date": None})
-        axes.set_title(title)
+        axes.set_title(_label(title))
         figure.savefig(pixels, format="png", dpi=200, facecolor="white", metadata={"Software": None})
     return Chart(name, title, caption, _inline(vector.getvalue(), name, title), pixels.getvalue())
 
 
+def _add_legend(figure: Figure, axes: Axes) -> list[Text]:
+    num_entries = len(axes.get_legend_handles_labels()[1])
+    if num_entries == 0:
+        return []
+    if num_entries > MAX_INSIDE:
+        figure.set_size_inches(4.4, 2.9 + 0.14 * math.ceil(num_entries / 2))
+        return figure.legend(loc="outside lower center", ncols=2).get_texts()
+    return axes.legend(loc="best").get_texts()  # said, or matplotlib warns where a busy machine is slow to find it
+
+
+def _label(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"
+
+
 def _inline(svg: str, name: str, title: str) -> str:
     """An SVG document as an element of a page: no size, no names that clash, colours by variable."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    box = re.search(r'viewBox="([^"]+)"', svg)
-    assert box is not None
-    svg = re.sub(r"<svg[^>]*>", f'<svg viewBox="{box[1]}" role="img" aria-label="{title}">', svg, count=1)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
+    root = ET.fromstring(svg)
+    for parent in root.iter():
+        for child in parent.findall("{*}metadata"):
+            parent.remove(child)
+        parent.tag = _local(parent.tag)
+        parent.attrib = {_local(key): _adapt(_local(key), value, name) for key, value in parent.attrib.items()}
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": printable(title)}
+    return ET.tostring(root, encoding="unicode")
+
+
+def _adapt(key: str, value: str, name: str) -> str:
+    """An attribute of the SVG in a page that has other charts too."""
+    if key == "id":
+        return f"{name}-{value}"
+    value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value) if key in ("href", "clip-path") else value
     for colour, variable in VARIABLES.items():
-        svg = svg.replace(colour, variable)
-    return svg
+        value = value.replace(colour, variable)
+    return value
+
+
+def _local(tag: str) -> str:
+    """Without the namespace: HTML knows SVG's names."""
+    return tag.rpartition("}")[2]
 
 
 def write_pngs(charts: Sequence[Chart], folder: Path) -> None:
