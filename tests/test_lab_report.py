@@ -162,7 +162,9 @@ def test_in_a_browser(width: int, report: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")
 def test_the_browser_refuses_scripts_in_the_page(report: Path, tmp_path: Path) -> None:
-    html = report.read_text().replace("</body>", "<script>parent.document.documentElement.dataset.ran = 1</script></body>")
+    html = report.read_text().replace(
+        "</body>", "<script>parent.document.documentElement.dataset.ran = 1</script></body>"
+    )
     found, console = browse(html, tmp_path, width=1280)
     assert "Content Security Policy" in console
     assert found["charts"] == "6"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import statistics
@@ -28,6 +29,7 @@ INK, GRID = "#1a1a1b", "#d0d2d4"
 VARIABLES = {INK: "currentColor", GRID: "var(--grid)", **{c: f"var(--c{i})" for i, c in enumerate(PALETTE)}}
 STYLES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2)), (0, (8, 2, 1, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
+HUGE = 1e100  # matplotlib's arithmetic overflows where numbers are near the largest there is
 MAX_LABEL = 80  # characters; longer ones leave no room for the curves
 MAX_INSIDE = 4  # more lines of a legend would cover the curves
 RC: dict[Any, Any] = {
@@ -145,7 +147,7 @@ def breaks(run: RunRecord) -> list[int]:
 
 
 def _draw_losses(axes: Axes, groups: Sequence[Group]) -> None:
-    curves = {id(run): [mean_loss(entry) for entry in run.rounds] for group in groups for run in group.runs}
+    curves = {id(run): _nan([mean_loss(entry) for entry in run.rounds]) for group in groups for run in group.runs}
     # A run that explodes leaves through the top instead of pressing all others into one line.
     top = 1.5 * max((curve[0] for curve in curves.values() if math.isfinite(curve[0])), default=1.0)
     crossed = False
@@ -171,7 +173,7 @@ def _draw_lrs(axes: Axes, group: Group) -> None:
     for seed, run in enumerate(group.runs):
         steps, style = _steps(run), STYLES[seed % len(STYLES)]
         drawn: dict[tuple[float, ...], int] = {}
-        bases = [tuple(entry["base_values"][k] for entry in run.rounds) for k in range(len(names))]
+        bases = _curves([entry["base_values"] for entry in run.rounds])
         for k, base in enumerate(bases):
             if base in drawn:
                 continue  # groups that share one scale lie on top of each other
@@ -187,8 +189,7 @@ def _draw_lrs(axes: Axes, group: Group) -> None:
                 lw=1.5,
                 label=f"{label}, seed {run.config['seed']}" if several else label,
             )
-            for replica in range(len(run.rounds[0]["values"][k]) if run.rounds else 0):
-                values = [entry["values"][k][replica] for entry in run.rounds]
+            for values in _curves([entry["values"][k] for entry in run.rounds]):
                 axes.plot(steps, values, color=colour(k), ls=style, lw=0.5, alpha=0.8)
             _crosses(axes, run, list(base), k)
     axes.set_yscale("log")
@@ -199,7 +200,7 @@ def _draw_lrs(axes: Axes, group: Group) -> None:
         for entry in run.rounds
         if entry["step"] <= 0.9 * run.config["steps"]
         for value in entry["base_values"]
-        if value
+        if value is not None and 0 < value < HUGE
     ]
     if body:
         axes.set_ylim(bottom=0.6 * min(body))
@@ -209,12 +210,11 @@ def _draw_lrs(axes: Axes, group: Group) -> None:
 
 def _draw_knob(axes: Axes, group: Group, name: str) -> None:
     for seed, run in enumerate(group.runs):
-        rounds = [entry["knobs"][name] for entry in run.rounds]
-        steps, style = _steps(run), STYLES[seed % len(STYLES)]
-        base = [entry["base"] for entry in rounds]
+        explored = [entry for entry in run.rounds if name in entry.get("knobs", {})]
+        steps, style = [entry["step"] for entry in explored], STYLES[seed % len(STYLES)]
+        base = _nan([entry["knobs"][name]["base"] for entry in explored])
         axes.plot(steps, base, color=colour(0), ls=style, lw=1.5, label=f"seed {run.config['seed']}")
-        for replica in range(len(rounds[0]["values"]) if rounds else 0):
-            values = [entry["values"][replica] for entry in rounds]
+        for values in _curves([entry["knobs"][name]["values"] for entry in explored]):
             axes.plot(steps, values, color=colour(0), ls=style, lw=0.5, alpha=0.8)
     if name in ("weight_decay", "eps"):  # explored by their logarithm
         axes.set_yscale("log")
@@ -227,10 +227,9 @@ def _draw_control(axes: Axes, groups: Sequence[Group], key: str) -> None:
         label: str | None = group.label
         for run in group.runs:
             rounds = [entry for entry in run.rounds if entry["control"].get(key)]
-            for knob in range(len(rounds[0]["control"][key]) if rounds else 0):
-                values = [entry["control"][key][knob] for entry in rounds]
-                numbers += [value for value in values if value is not None]
-                line(axes, [entry["step"] for entry in rounds], _nan(values), index, label=label)
+            for values in _curves([entry["control"][key] for entry in rounds]):
+                numbers += [value for value in values if math.isfinite(value)]
+                line(axes, [entry["step"] for entry in rounds], values, index, label=label)
                 label = None
     axes.axhline(0.0, color=INK, lw=0.8)
     if key == "z" and max((abs(number) for number in numbers), default=0.0) > 30:
@@ -246,7 +245,7 @@ def _draw_distance(axes: Axes, groups: Sequence[Group]) -> None:
             if any(value > 0 for value in values):
                 numbers += [value for value in values if value > 0]
                 line(axes, _steps(run), values, index, label=group.label if seed == 0 else None)
-    if max(numbers) > 50 * statistics.median(numbers):
+    if numbers and max(numbers) > 50 * statistics.median(numbers):
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0.0)
@@ -285,7 +284,13 @@ def _steps(run: RunRecord) -> list[int]:
 
 
 def _nan(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if value is None else value for value in values]
+    """For a chart: NaN where there is no number, or one that no axis reaches."""
+    return [math.nan if value is None or abs(value) > HUGE else value for value in values]
+
+
+def _curves(rows: Sequence[Sequence[float | None]]) -> list[tuple[float, ...]]:
+    """Columns of rows that may have different lengths."""
+    return list(itertools.zip_longest(*map(_nan, rows), fillvalue=math.nan))
 
 
 def colour(index: int) -> str:
@@ -300,7 +305,7 @@ def draw(name: str, title: str, caption: str, fill: Callable[[Axes], None], *, x
     """A chart whose axes ``fill`` draws into."""
     # Small on purpose: at the width of a phone its text is still readable, on a desk it is magnified.
     with mpl.rc_context({**RC, "svg.hashsalt": name}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")  # it draws a box
+        warnings.simplefilter("ignore", UserWarning)  # a box for an unknown character, a log axis without numbers
         figure = Figure(figsize=(4.4, 2.9), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()

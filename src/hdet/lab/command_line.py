@@ -42,5 +42,5 @@ def one_line(box: str) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` on one line, with escapes like ``\\x1b`` for what a terminal or a page might obey instead of show."""
+    r"""``text`` on one line, with escapes like ``\x1b`` for what a terminal or a page might obey instead of show."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -95,28 +95,29 @@ def _numbers(record: RunRecord) -> Table:
         add("by replica", _row(last["losses"], ".4f"))
     for name, values in zip(record.facts["groups"], last["values"], strict=False):
         add(f"lr {name}", _row(values, ".3g"))
-    scales = [math.log(entry["scales"][0]) for entry in record.rounds if entry["scales"][0]]
+    scales = [math.log(scale) for entry in record.rounds if (scale := entry["scales"][0] or 0.0) > 0]
     add("scale", _row(last["scales"], ".3g"), sparkline(scales))
     for name, knob in last.get("knobs", {}).items():
-        add(name, _row(knob["values"], ".3g"), sparkline([e["knobs"][name]["base"] for e in record.rounds]))
+        bases = [e["knobs"][name]["base"] for e in record.rounds if name in e.get("knobs", {})]
+        add(name, _row(knob["values"], ".3g"), sparkline(bases))
     evidence = [entry["control"]["z"][0] for entry in record.rounds if entry["control"].get("z")]
     if evidence:
-        add("z", _row([evidence[-1]], ".2f"), sparkline([math.nan if z is None else z for z in evidence]))
+        add("z", _row([evidence[-1]], ".2f"), sparkline(evidence))
     if last["distance"]:
         add("distance", f"{last['distance']:.4g}")
     add("undone", str(last["num_rollbacks"]))
     return table
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
+def sparkline(values: Sequence[float | None], width: int = 40) -> str:
     """The last ``width`` values as bars between the lowest and the highest of them; ``x`` where not finite."""
-    shown = list(values)[-width:]
+    shown = [math.nan if value is None else value for value in values][-width:]
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
         return "x" * len(shown)
     low, high = min(finite), max(finite)
-    step = (high - low) / (len(BARS) - 1) or 1.0
-    return "".join(BARS[round((value - low) / step)] if math.isfinite(value) else "x" for value in shown)
+    step = high / (len(BARS) - 1) - low / (len(BARS) - 1) or 1.0  # each alone: their difference may overflow
+    return "".join(BARS[round(value / step - low / step)] if math.isfinite(value) else "x" for value in shown)
 
 
 def _row(numbers: Sequence[float | None], form: str) -> str:
