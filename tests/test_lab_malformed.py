@@ -8,7 +8,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,32 +64,38 @@ def paths(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from paths(value[key], (*here, key))
 
 
-def changed(value: Any, path: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
+def changed(value: Any, path: tuple[Any, ...], *new: Any) -> Any:
+    """A copy with something new at a place, or without it."""
     value = copy.deepcopy(value)
     place = value
     for key in path[:-1]:
         place = place[key]
-    change(place, path[-1])
+    if new:
+        place[path[-1]] = new[0]
+    else:
+        del place[path[-1]]
     return value
 
 
 def mutants(value: Any) -> Iterator[tuple[str, Any]]:
     """``value`` with each thing in it once taken out, and once each wrong thing in its place."""
     for path in paths(value):
-        yield f"{path} missing", changed(value, path, lambda place, key: place.pop(key))
+        yield f"{path} missing", changed(value, path)
         for wrong in WRONG:
-            yield f"{path} = {str(wrong)[:20]}", changed(value, path, lambda place, key, w=wrong: place.__setitem__(key, w))  # type: ignore[misc]
+            yield f"{path} = {str(wrong)[:20]}", changed(value, path, wrong)
 
 
 def accepted(folder: Path, config: Any, lines: list[Any], what: str) -> run_folder.RunRecord | None:
     """The record, shown as watch does; None where it is refused on one line that names the file."""
     write(folder, config, lines)
+    said = ""
     try:
         record = run_folder.read(folder)
     except UsageError as error:
-        assert re.search(rf"{folder}/(config.json|metrics.jsonl) cannot be used: ", str(error)), what
-        assert " must " in str(error), what
-        assert len(str(error)) < 1000, what
+        said = str(error)
+    if said:
+        assert re.search(rf"{folder}/(config.json|metrics.jsonl) cannot be used: .* must ", said), what
+        assert len(said) < 1000, what
         return None
     try:
         Console(file=io.StringIO(), width=200).print(view(record))
@@ -122,9 +128,8 @@ def test_settings_with_anything_anywhere_are_refused_or_shown(tmp_path: Path) ->
             [group] = group_runs([record])
             page(group.label, [_seed_table([group]), _summary_table([group])], [], _facts_tables([record]))
             seen.add(what)
-        with contextlib.suppress(UsageError):
-            # As of a run that is resumed, before anything is loaded.
-            from_dict((record.config if record else mutant.get("config", {})) or {}).check()
+            with contextlib.suppress(UsageError):  # as of a run that is resumed, before anything is loaded
+                from_dict(record.config).check()
     assert "('hardware',) = []" in seen
     assert "('config', 'lr') = text" not in seen
 
@@ -143,9 +148,7 @@ def test_extreme_numbers_are_drawn(value: Any, tmp_path: Path, capfd: pytest.Cap
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
 @pytest.mark.parametrize("kind", [*FILES, "a folder", "a pipe", "absent", "cut"])
-def test_a_file_that_is_something_else(
-    name: str, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_something_else(name: str, kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "run", facts(), entries()[:-1])
     (folder / "checkpoint.pt").write_bytes(b"")
     path = folder / name
@@ -182,7 +185,11 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("method", "guess", r"method among the settings of a run must be of type Literal\['fixed', .*, but got 'guess'"),
+        (
+            "method",
+            "guess",
+            r"method among the settings of a run must be of type Literal\['fixed', .*, but got 'guess'",
+        ),
         ("interval", "4", "interval among the settings of a run must be of type .*int.*, but got '4'"),
         ("interval", 0, "--interval must be an integer >= 1, but got 0"),
         ("steps", 10**12, "--steps must be at most 100,000,000, but got 1000000000000"),

@@ -156,8 +156,8 @@ def _draw_losses(axes: Axes, groups: Sequence[Group]) -> None:
             curve = curves[id(run)]
             line(axes, _steps(run), curve, index, label=group.label if seed == 0 else None)
             crossed |= _crosses(axes, run, [min(loss, 0.97 * top) for loss in curve], index)
-            final = (run.end or {}).get("validation", {}).get("loss")
-            if final is not None and final < top:
+            [final] = _nan([(run.end or {}).get("validation", {}).get("loss")])
+            if final < top:
                 star: dict[str, Any] = {"ms": 8, "mec": INK, "mew": 0.5, "clip_on": False}
                 axes.plot(run.rounds[-1]["step"], final, "*", color=colour(index), zorder=4, **star)
     seen = [loss for curve in curves.values() for loss in curve if math.isfinite(loss)]

@@ -98,13 +98,13 @@ def cut_metrics(folder: Path, step: int) -> None:
 def _entries(folder: Path, facts: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The lines of the metrics, as text and as what they say; what has no newline yet is still being written."""
     found = []
-    for number, line in enumerate(_text(folder / METRICS).split("\n")[:-1], 1):
+    for count, line in enumerate(_text(folder / METRICS).split("\n")[:-1], 1):
         try:
             entry = _parse(line)
             check_entry(entry, facts)
         except ValueError as error:
             raise UsageError(
-                f"{folder / METRICS} cannot be used: line {number}: {error}; take it out, or start a new run"
+                f"{folder / METRICS} cannot be used: line {count}: {error}; take it out, or start a new run"
             ) from None
         found.append((line, entry))
     return found
@@ -119,7 +119,8 @@ def _text(path: Path) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(
-            f"a run folder must hold {CONFIG} and {METRICS}, but {path} cannot be read ({reason}); hdet train writes one"
+            f"a run folder must hold {CONFIG} and {METRICS}, but {path} cannot be read ({reason}); hdet train "
+            "writes one"
         ) from None
 
 

@@ -19,8 +19,11 @@ def _is_maybe(value: Any) -> bool:
     return value is None or _is_number(value)
 
 
-def _all(kind: type, ok: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind) and all(map(ok, value.values() if isinstance(value, dict) else value))
+def _all(kind: type[Any], ok: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return isinstance(value, kind) and all(ok(v) for v in (value.values() if kind is dict else value))
+
+    return check
 
 
 def _is_text(value: Any) -> bool:

@@ -178,7 +178,7 @@ def from_dict(values: Mapping[str, Any]) -> Settings:
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value from JSON can stand for one of the type ``kind``."""
     if kind is int:
-        return whole(value) == value
+        return bool(whole(value) == value)
     if kind is float:
         return not math.isnan(number(value))
     if kind in (str, Path):
