@@ -21,8 +21,8 @@ import hdet
 from hdet import AutoLR, Explorer, OneCycleAutoLR, cli, knobs
 from hdet.lab import run_folder
 from hdet.lab.command_line import UsageError
-from hdet.lab.settings import Settings, make_optimizer, make_scheduler, open_task
-from hdet.lab.train import prepare
+from hdet.lab.settings import Settings, from_dict, make_optimizer, make_scheduler, open_task
+from hdet.lab.train import _check_checkpoint, prepare
 
 KINDS = ("AutoLR", "OneCycleAutoLR", "Explorer")
 
@@ -237,13 +237,7 @@ def test_resuming_from_a_bad_file_says_why(stopped: Path, tmp_path: Path, capsys
             _edit(good, "optimizer", "param_groups", value=[]),
             r"cannot be continued from \(ValueError: .*different numb",
         ),
-        *((_edit(good, "step", value=step), STEP) for step in ("many", 10**6, 6, 0)),
-        *((_edit(good, "time_s", value=time), TIME) for time in ("long", math.nan)),
-        (_edit(good, "optimizer", value=[]), r"cannot be continued from \(\w+: "),
-        (_edit(good, "optimizer", "state", 0, "exp_avg", value=torch.zeros(3)), r"cannot be continued from \(\w+: "),
-        (_edit(good, "optimizer", "state", 0, value={"step": torch.ones(())}), r"cannot be continued from \(\w+: "),
-        (_edit(good, "optimizer", "param_groups", 0, "eps", value="small"), r"cannot be continued from \(\w+: "),
-        (_edit(good, "model", value={1: 2}), r"the checkpoint of \S+ is of another model: "),
+        (_edit(good, "step", value=10**6), f"{STEP}1000000; put an older checkpoint in its place"),
     ]
     try:
         for content, text in bad:
@@ -261,6 +255,31 @@ def test_resuming_from_a_bad_file_says_why(stopped: Path, tmp_path: Path, capsys
             assert (stopped / run_folder.METRICS).read_bytes() == metrics
     finally:
         path.write_bytes(whole)
+
+
+def test_a_checkpoint_is_tried_out_before_a_run_goes_on(stopped: Path) -> None:
+    path = stopped / run_folder.CHECKPOINT
+    good, whole = run_folder.load_checkpoint(stopped), path.read_bytes()
+    settings = from_dict(run_folder.read(stopped).config)
+    task = open_task(settings.task, settings.data)
+    cannot = r"the checkpoint of \S+ cannot be continued from \(\w+: "
+    bad: list[tuple[Any, str]] = [
+        *((_edit(good, "step", value=step), STEP) for step in ("many", None, 20, 0, -4, 6, 4.5, True, [4])),
+        *((_edit(good, "time_s", value=time), TIME) for time in ("long", math.nan, -1.0, None, 10**400)),
+        (_edit(good, "optimizer", value=[]), cannot),
+        (_edit(good, "optimizer", "state", 0, "exp_avg", value=torch.zeros(3)), cannot),
+        (_edit(good, "optimizer", "state", 0, value={"step": torch.ones(())}), cannot),
+        (_edit(good, "optimizer", "param_groups", 0, "eps", value="small"), cannot),
+        (_edit(good, "model", value={1: 2}), r"the checkpoint of \S+ is of another model: "),
+    ]
+    try:
+        for content, text in bad:
+            torch.save(content, path)
+            with pytest.raises(UsageError, match=text):
+                _check_checkpoint(settings, task, stopped)
+    finally:
+        path.write_bytes(whole)
+    _check_checkpoint(settings, task, stopped)
 
 
 @pytest.mark.parametrize(
