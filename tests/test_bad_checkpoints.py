@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import random
 import re
@@ -20,6 +21,8 @@ import hdet
 from hdet import AutoLR, Explorer, OneCycleAutoLR, cli, knobs
 from hdet.lab import run_folder
 from hdet.lab.command_line import UsageError
+from hdet.lab.settings import Settings, from_dict, make_optimizer, make_scheduler, open_task
+from hdet.lab.train import _check_checkpoint, prepare
 
 KINDS = ("AutoLR", "OneCycleAutoLR", "Explorer")
 
@@ -202,9 +205,13 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _edit(state: dict[str, Any], *keys: str, value: Any) -> dict[str, Any]:
+STEP = r"step of \S+checkpoint.pt must be the end of a round, a multiple of 4 up to 16, but got "
+TIME = r"time_s of \S+checkpoint.pt must be a number >= 0, but got "
+
+
+def _edit(state: dict[str, Any], *keys: str | int, value: Any) -> dict[str, Any]:
     state = copy.deepcopy(state)
-    place = state
+    place: Any = state
     for key in keys[:-1]:
         place = place[key]
     place[keys[-1]] = value
@@ -234,7 +241,7 @@ def test_resuming_from_a_bad_file_says_why(stopped: Path, tmp_path: Path, capsys
             _edit(good, "optimizer", "param_groups", value=[]),
             r"cannot be continued from \(ValueError: .*different numb",
         ),
-        (_edit(good, "step", value="many"), r"cannot be continued from \(ValueError: invalid literal"),
+        (_edit(good, "step", value=10**6), f"{STEP}1000000; put an older checkpoint in its place"),
     ]
     try:
         for content, text in bad:
@@ -254,23 +261,76 @@ def test_resuming_from_a_bad_file_says_why(stopped: Path, tmp_path: Path, capsys
         path.write_bytes(whole)
 
 
+def test_a_checkpoint_is_tried_out_before_a_run_goes_on(stopped: Path) -> None:
+    path = stopped / run_folder.CHECKPOINT
+    good, whole = run_folder.load_checkpoint(stopped), path.read_bytes()
+    settings = from_dict(run_folder.read(stopped).config)
+    task = open_task(settings.task, settings.data)
+    cannot = r"the checkpoint of \S+ cannot be continued from \(\w+: "
+    bad: list[tuple[Any, str]] = [
+        *((_edit(good, "step", value=step), STEP) for step in ("many", None, 20, 0, -4, 6, 4.5, True, [4])),
+        *((_edit(good, "time_s", value=time), TIME) for time in ("long", math.nan, -1.0, None, 10**400)),
+        (_edit(good, "optimizer", value=[]), cannot),
+        (_edit(good, "optimizer", "state", 0, "exp_avg", value=torch.zeros(3)), cannot),
+        (_edit(good, "optimizer", "state", 0, value={"step": torch.ones(())}), cannot),
+        (_edit(good, "optimizer", "param_groups", 0, "eps", value="small"), cannot),
+        (_edit(good, "model", value={1: 2}), r"the checkpoint of \S+ is of another model: "),
+    ]
+    try:
+        for content, text in bad:
+            torch.save(content, path)
+            with pytest.raises(UsageError, match=text):
+                _check_checkpoint(settings, task, stopped)
+    finally:
+        path.write_bytes(whole)
+    _check_checkpoint(settings, task, stopped)
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "text"),
+    ("change", "text"),
     [
-        (run_folder.METRICS, "no json\n", "metrics.jsonl must have an event and its step in each line, but line 1"),
-        (run_folder.METRICS, '{"event": "round", "step": 4}\n[]\n', "but line 2 of that in .* is '\\[\\]'"),
-        (run_folder.METRICS, '{"step": 4}\n', "must have an event and its step"),
-        (run_folder.CONFIG, "[]", "config.json must hold the settings of a run"),
-        (run_folder.CONFIG, '{"config": 3}', "config.json must hold the settings of a run"),
-        (run_folder.CONFIG, "{", "a run folder must hold config.json and metrics.jsonl"),
+        ({"last_epoch": 5}, r"last_epoch must be the step, 8, but got 5"),
+        ({"last_epoch": "many"}, r"last_epoch must be the step, 8, but got 'many'"),
+        ({"base_lrs": None}, r"cannot be continued from \(TypeError: "),
     ],
 )
-def test_a_run_folder_with_a_broken_file_says_so(name: str, content: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / run_folder.CONFIG).write_text('{"config": {}}')
-    (tmp_path / run_folder.METRICS).write_text("")
-    (tmp_path / name).write_text(content)
-    with pytest.raises(UsageError, match=text):
-        run_folder.read(tmp_path)
+def test_the_state_of_a_plain_schedule_is_tried_out(
+    change: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings("small-gpt", method="fixed", schedule="cosine", steps=16, interval=4)
+    job = prepare(settings, 1, folder=tmp_path / "run")
+    task = open_task("small-gpt", tmp_path)
+    model = task.build(0)
+    optimizer = make_optimizer(job.settings, task, model)
+    scheduler = make_scheduler(job.settings, optimizer, model)
+    for _ in range(8):
+        optimizer.step()
+        scheduler.step()
+    parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    run_folder.save_checkpoint(job.folder, {"step": 8, "time_s": 1.0, **parts})
+    prepare(job.settings, 1, folder=None, resume=job.folder)
+    run_folder.save_checkpoint(
+        job.folder, {"step": 8, "time_s": 1.0, **parts, "scheduler": {**parts["scheduler"], **change}}
+    )
+    assert cli.main(["train", "--resume", str(job.folder)]) == 2
+    said = capsys.readouterr().err
+    assert re.search(text, said), said
+    assert said.count("\n") == 1
+
+
+def test_what_replicas_refuse_is_one_line_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    arguments = ["train", "small-gpt", "--steps", "12", "--interval", "4", "--method", "gradient", "--replicas", "2"]
+    assert cli.main([*arguments, "--out", str(folder)]) == 0
+    metrics = folder / run_folder.METRICS
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    state = run_folder.load_checkpoint(folder)
+    run_folder.save_checkpoint(folder, _edit(state, "scheduler", "rounds", "scales", value=[-1.0]))
+    capfd.readouterr()
+    assert cli.main(["train", "--resume", str(folder)]) == 2
+    said = capfd.readouterr().err
+    assert "scales must be positive, but got [-1.0]" in said
+    assert said.count("\n") == 1
 
 
 def test_a_run_goes_on_when_its_metrics_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,13 +86,11 @@ def test_ranks_with_other_arguments_are_named_under_torchrun(tmp_path: Path) -> 
     script.write_text(
         "import os, sys\nfrom hdet.cli import main\n"
         "interval = '20' if os.environ['RANK'] == '1' else '10'\n"
-        "sys.exit(main(['doctor', '--json', '--interval', interval, '--timeout-s', '30']))\n"
+        "sys.exit(main(['doctor', '--json', '--interval', interval, '--timeout-s', '1000']))\n"
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    started = time.monotonic()
-    done = subprocess.run(launcher, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(launcher, capture_output=True, text=True, timeout=110)  # nobody waits for doctor's
     assert done.returncode != 0
-    assert time.monotonic() - started < 30, "nobody waits for a timeout"
     (line,) = done.stdout.splitlines()
     (problem,) = json.loads(line)["problems"]
     assert re.search(r"ranks must agree .* but got interval=10 on ranks \[0\], 20 on ranks \[1\]$", problem)
@@ -201,9 +199,9 @@ def test_a_rank_that_fails_alone_ends_all(tmp_path: Path, capsys: pytest.Capture
         "        model(torch.ones(1, 2)).sum().backward()\n"
         "    return model, torch.optim.SGD(model.parameters(), lr=0.1), step\n"
     )
-    started = time.monotonic()
-    assert cli.main(["doctor", "--replicas", "2", "--model", "lonely:make", "--json"]) == 1
-    assert time.monotonic() - started < 30
+    # If anybody waited for that timeout, so would this test.
+    arguments = ["--replicas", "2", "--model", "lonely:make", "--json", "--timeout-s", "1000"]
+    assert cli.main(["doctor", *arguments]) == 1
     assert "rank 1 failed: KeyError: 'no batch'" in json.loads(capsys.readouterr().out)["problems"]
     assert mp.active_children() == []
 

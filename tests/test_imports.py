@@ -177,7 +177,7 @@ assert not torch.distributed.is_initialized()
 new = {name.partition(".")[0] for name in set(sys.modules) - modules}
 foreign = new - {"hdet", "torch", "numpy"} - set(sys.stdlib_module_names)
 assert not foreign, f"loaded {sorted(foreign)}"
-optional = {"rich", "tyro", "tensorboard", "matplotlib", "hypothesis", "pytest", "pandas"}
+optional = {"rich", "tyro", "tensorboard", "matplotlib", "jinja2", "hypothesis", "pytest", "pandas"}
 optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate", "wandb", "mlflow"}
 optional |= {"deepspeed", "ray", "torchft", "torchtitan"}
 assert not optional & set(sys.modules), f"loaded {sorted(optional & set(sys.modules))}"

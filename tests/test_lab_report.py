@@ -125,24 +125,25 @@ def test_a_run_that_goes_on_has_a_report(tmp_path: Path, capsys: pytest.CaptureF
     assert "<td>unfinished</td>" in (tmp_path / "run-report" / "report.html").read_text()
 
 
-MEASURE = """<script>addEventListener("load", () => {
-  const root = document.documentElement, said = parent.document.documentElement.dataset;
-  const charts = [...document.querySelectorAll("svg")];
+# From outside: the page runs no scripts.
+MEASURE = """<script>document.querySelector("iframe").addEventListener("load", event => {
+  const page = event.target.contentDocument, root = page.documentElement, said = document.documentElement.dataset;
+  const charts = [...page.querySelectorAll("svg")];
   said.width = root.clientWidth;
   said.overflow = root.scrollWidth - root.clientWidth;
   said.charts = charts.filter(chart => chart.getBoundingClientRect().height > 150).length;
-  said.rows = document.querySelector("tbody")?.children.length;
-  said.ink = getComputedStyle(document.querySelector("svg text")).fill;
-})</script></body>"""
+  said.rows = page.querySelector("tbody")?.children.length;
+  said.ink = getComputedStyle(page.querySelector("svg text")).fill;
+})</script>"""
 
 
 def browse(html: str, folder: Path, *, width: int) -> tuple[dict[str, str], str]:
     """What a page measures when it is ``width`` wide, and what the browser said on its console."""
     assert BROWSER is not None
-    inside = escape(html.replace("</body>", MEASURE))
     # A frame, because a window cannot be as narrow as a phone.
     page = folder / "page.html"
-    page.write_text(f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{inside}"></iframe>')
+    frame = f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{escape(html)}"></iframe>'
+    page.write_text(f'<meta charset="utf-8">{frame}{MEASURE}')
     command = [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000", "--dump-dom"]
     done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=60, check=True)
     opening = done.stdout[: done.stdout.index("<head>")]
@@ -157,6 +158,17 @@ def test_in_a_browser(width: int, report: Path, tmp_path: Path) -> None:
     assert console == ""
     assert abs(int(found.pop("width")) - width) <= 20  # a scroll bar
     assert found == {"overflow": "0", "charts": "6", "rows": "6", "ink": "rgb(26, 26, 27)"}
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")
+def test_the_browser_refuses_scripts_in_the_page(report: Path, tmp_path: Path) -> None:
+    html = report.read_text().replace(
+        "</body>", "<script>parent.document.documentElement.dataset.ran = 1</script></body>"
+    )
+    found, console = browse(html, tmp_path, width=1280)
+    assert "Content Security Policy" in console
+    assert found["charts"] == "6"
+    assert "ran" not in found
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")

@@ -155,7 +155,7 @@ def test_knobs_are_explored_recorded_and_resumed(
 
     page = write_report([whole], tmp_path / "report").read_text()
     assert 'aria-label="weight_decay"' in page
-    assert {"eps.png", "weight_decay.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
+    assert {"knob-1.png", "knob-2.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
     module: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     events = module.EventAccumulator(str(whole))
     events.Reload()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR
 
+import hdet.rounds
 import hdet.together
 from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations
 from hdet.launch import ReplicaError, launch
@@ -345,15 +347,16 @@ def test_an_optimizer_step_skipped_on_one_rank_is_found() -> None:
 
 
 def _slow(share: float) -> list[str]:
-    hdet.together.SLOW_S = 0.4
-    run = _Run("local", slow_share=share).advance(2 * T - 1)
+    """A clock with given times: a second of training, then a converge in which rank 0 waits for rank 1."""
+    run = _Run("local", slow_share=share)
+    converge_s = 2.0 if run.rank == 0 else 0.1
+    times = itertools.accumulate(itertools.cycle([1.0, converge_s]))
+    for module in (hdet.rounds, hdet.together):
+        vars(module)["time"] = SimpleNamespace(perf_counter=lambda: next(times))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            if run.rank == 1:
-                time.sleep(1.0)
-            run.advance(run.step + T)
-    assert run.scheduler.history[-1].converge_s > (0.4 if run.rank == 0 else 0)
+        run.advance(4 * T)
+    assert run.scheduler.history[-1].converge_s == pytest.approx(converge_s)
     return [str(w.message) for w in caught]
 
 

@@ -20,7 +20,7 @@ COMMANDS = {
     "plan": ("hdet.lab.plan", "what HDET will cost, on paper, on up to 16,384 replicas"),
     "demo": ("hdet.lab.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
 }
-LAB_PACKAGES = ("tyro", "rich", "matplotlib", "tensorboard")
+LAB_PACKAGES = ("tyro", "rich", "jinja2", "matplotlib", "tensorboard")
 ON_CLUSTERS = ("doctor", "plan")
 """Commands that neither draw nor log: the first two packages are enough."""
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -45,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec(package) is None:
             print(f"hdet {name} needs {package}; install it with: pip install 'hdet[lab]'", file=sys.stderr)
             return USAGE_ERROR
-    from hdet.lab.command_line import UsageError
+    from hdet.lab.command_line import UsageError, printable
 
     try:
         status: int = importlib.import_module(COMMANDS[name][0]).main(rest)
     except UsageError as error:
-        print(f"hdet {name}: {error}", file=sys.stderr)
+        print(f"hdet {name}: {printable(str(error))}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 import statistics
+import warnings
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,9 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
+from hdet.lab.command_line import printable
 from hdet.lab.run_folder import RunRecord
 
 # Okabe and Ito's colours, safe for the colour-blind, without the yellow, which is lost on white.
@@ -24,6 +29,8 @@ INK, GRID = "#1a1a1b", "#d0d2d4"
 VARIABLES = {INK: "currentColor", GRID: "var(--grid)", **{c: f"var(--c{i})" for i, c in enumerate(PALETTE)}}
 STYLES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2)), (0, (8, 2, 1, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
+HUGE = 1e100  # matplotlib's arithmetic overflows where numbers are near the largest there is
+MAX_LABEL = 80  # characters; longer ones leave no room for the curves
 MAX_INSIDE = 4  # more lines of a legend would cover the curves
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -49,7 +56,7 @@ class Chart:
     """A drawn chart.
 
     Attributes:
-        name: of its file.
+        name: of its file; never made of what a run folder says.
         title: what it shows.
         caption: how to read it.
         svg: to put into a page.
@@ -107,13 +114,13 @@ def draw_all(groups: Sequence[Group]) -> list[Chart]:
 
 
 def _knob_charts(group: Group, lr_name: str) -> list[Chart]:
-    """One for each knob that the runs explored; named after the chart of their learning rates."""
+    """One for each knob that the runs explored; numbered like the chart of their learning rates."""
     caption = "Every replica (thin) and the base (thick); line styles tell seeds apart."
     found = dict.fromkeys(name for run in group.runs for entry in run.rounds for name in entry.get("knobs", {}))
     suffix, about = lr_name.removeprefix("lr"), "" if lr_name == "lr" else f": {group.label}"
     return [
-        draw(f"{name}{suffix}", f"{name}{about}", caption, lambda axes, n=name: _draw_knob(axes, group, n))  # type: ignore[misc]
-        for name in found
+        draw(f"knob-{k}{suffix}", f"{name}{about}", caption, lambda axes, n=name: _draw_knob(axes, group, n))  # type: ignore[misc]
+        for k, name in enumerate(found, 1)
     ]
 
 
@@ -140,7 +147,7 @@ def breaks(run: RunRecord) -> list[int]:
 
 
 def _draw_losses(axes: Axes, groups: Sequence[Group]) -> None:
-    curves = {id(run): [mean_loss(entry) for entry in run.rounds] for group in groups for run in group.runs}
+    curves = {id(run): _nan([mean_loss(entry) for entry in run.rounds]) for group in groups for run in group.runs}
     # A run that explodes leaves through the top instead of pressing all others into one line.
     top = 1.5 * max((curve[0] for curve in curves.values() if math.isfinite(curve[0])), default=1.0)
     crossed = False
@@ -149,8 +156,8 @@ def _draw_losses(axes: Axes, groups: Sequence[Group]) -> None:
             curve = curves[id(run)]
             line(axes, _steps(run), curve, index, label=group.label if seed == 0 else None)
             crossed |= _crosses(axes, run, [min(loss, 0.97 * top) for loss in curve], index)
-            final = (run.end or {}).get("validation", {}).get("loss")
-            if final is not None and final < top:
+            [final] = _nan([(run.end or {}).get("validation", {}).get("loss")])
+            if final < top:
                 star: dict[str, Any] = {"ms": 8, "mec": INK, "mew": 0.5, "clip_on": False}
                 axes.plot(run.rounds[-1]["step"], final, "*", color=colour(index), zorder=4, **star)
     seen = [loss for curve in curves.values() for loss in curve if math.isfinite(loss)]
@@ -166,7 +173,7 @@ def _draw_lrs(axes: Axes, group: Group) -> None:
     for seed, run in enumerate(group.runs):
         steps, style = _steps(run), STYLES[seed % len(STYLES)]
         drawn: dict[tuple[float, ...], int] = {}
-        bases = [tuple(entry["base_values"][k] for entry in run.rounds) for k in range(len(names))]
+        bases = _curves([entry["base_values"] for entry in run.rounds])
         for k, base in enumerate(bases):
             if base in drawn:
                 continue  # groups that share one scale lie on top of each other
@@ -182,8 +189,7 @@ def _draw_lrs(axes: Axes, group: Group) -> None:
                 lw=1.5,
                 label=f"{label}, seed {run.config['seed']}" if several else label,
             )
-            for replica in range(len(run.rounds[0]["values"][k]) if run.rounds else 0):
-                values = [entry["values"][k][replica] for entry in run.rounds]
+            for values in _curves([entry["values"][k] for entry in run.rounds]):
                 axes.plot(steps, values, color=colour(k), ls=style, lw=0.5, alpha=0.8)
             _crosses(axes, run, list(base), k)
     axes.set_yscale("log")
@@ -194,7 +200,7 @@ def _draw_lrs(axes: Axes, group: Group) -> None:
         for entry in run.rounds
         if entry["step"] <= 0.9 * run.config["steps"]
         for value in entry["base_values"]
-        if value
+        if value is not None and 0 < value < HUGE
     ]
     if body:
         axes.set_ylim(bottom=0.6 * min(body))
@@ -204,12 +210,11 @@ def _draw_lrs(axes: Axes, group: Group) -> None:
 
 def _draw_knob(axes: Axes, group: Group, name: str) -> None:
     for seed, run in enumerate(group.runs):
-        rounds = [entry["knobs"][name] for entry in run.rounds]
-        steps, style = _steps(run), STYLES[seed % len(STYLES)]
-        base = [entry["base"] for entry in rounds]
+        explored = [entry for entry in run.rounds if name in entry.get("knobs", {})]
+        steps, style = [entry["step"] for entry in explored], STYLES[seed % len(STYLES)]
+        base = _nan([entry["knobs"][name]["base"] for entry in explored])
         axes.plot(steps, base, color=colour(0), ls=style, lw=1.5, label=f"seed {run.config['seed']}")
-        for replica in range(len(rounds[0]["values"]) if rounds else 0):
-            values = [entry["values"][replica] for entry in rounds]
+        for values in _curves([entry["knobs"][name]["values"] for entry in explored]):
             axes.plot(steps, values, color=colour(0), ls=style, lw=0.5, alpha=0.8)
     if name in ("weight_decay", "eps"):  # explored by their logarithm
         axes.set_yscale("log")
@@ -222,10 +227,9 @@ def _draw_control(axes: Axes, groups: Sequence[Group], key: str) -> None:
         label: str | None = group.label
         for run in group.runs:
             rounds = [entry for entry in run.rounds if entry["control"].get(key)]
-            for knob in range(len(rounds[0]["control"][key]) if rounds else 0):
-                values = [entry["control"][key][knob] for entry in rounds]
-                numbers += [value for value in values if value is not None]
-                line(axes, [entry["step"] for entry in rounds], _nan(values), index, label=label)
+            for values in _curves([entry["control"][key] for entry in rounds]):
+                numbers += [value for value in values if math.isfinite(value)]
+                line(axes, [entry["step"] for entry in rounds], values, index, label=label)
                 label = None
     axes.axhline(0.0, color=INK, lw=0.8)
     if key == "z" and max((abs(number) for number in numbers), default=0.0) > 30:
@@ -241,7 +245,7 @@ def _draw_distance(axes: Axes, groups: Sequence[Group]) -> None:
             if any(value > 0 for value in values):
                 numbers += [value for value in values if value > 0]
                 line(axes, _steps(run), values, index, label=group.label if seed == 0 else None)
-    if max(numbers) > 50 * statistics.median(numbers):
+    if numbers and max(numbers) > 50 * statistics.median(numbers):
         axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=0.0)
@@ -280,7 +284,13 @@ def _steps(run: RunRecord) -> list[int]:
 
 
 def _nan(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if value is None else value for value in values]
+    """For a chart: NaN where there is no number, or one that no axis reaches."""
+    return [math.nan if value is None or abs(value) > HUGE else value for value in values]
+
+
+def _curves(rows: Sequence[Sequence[float | None]]) -> list[tuple[float, ...]]:
+    """Columns of rows that may have different lengths."""
+    return list(itertools.zip_longest(*map(_nan, rows), fillvalue=math.nan))
 
 
 def colour(index: int) -> str:
@@ -294,7 +304,8 @@ def colour(index: int) -> str:
 def draw(name: str, title: str, caption: str, fill: Callable[[Axes], None], *, xlabel: str = "step") -> Chart:
     """A chart whose axes ``fill`` draws into."""
     # Small on purpose: at the width of a phone its text is still readable, on a desk it is magnified.
-    with mpl.rc_context({**RC, "svg.hashsalt": name}):
+    with mpl.rc_context({**RC, "svg.hashsalt": name}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a box for an unknown character, a log axis without numbers
         figure = Figure(figsize=(4.4, 2.9), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
@@ -302,30 +313,57 @@ def draw(name: str, title: str, caption: str, fill: Callable[[Axes], None], *, x
         axes.set_xlabel(xlabel)
         axes.grid(visible=True, lw=0.5)
         axes.set_axisbelow(True)
-        if (num_entries := len(axes.get_legend_handles_labels()[1])) > MAX_INSIDE:
-            figure.set_size_inches(4.4, 2.9 + 0.14 * math.ceil(num_entries / 2))
-            figure.legend(loc="outside lower center", ncols=2)
-        else:
-            axes.legend(loc="best")  # said, or matplotlib warns where a busy machine is slow to find it
+        legend = _add_legend(figure, axes)
+        for text in (axes.yaxis.label, axes.title, *legend):
+            text.set_parse_math(False)  # a $ or a backslash in a name is no formula
+            text.set_text(_label(text.get_text()))
         vector, pixels = io.StringIO(), io.BytesIO()
         figure.savefig(vector, format="svg", transparent=True, metadata={"Date": None})
-        axes.set_title(title)
+        axes.set_title(_label(title))
         figure.savefig(pixels, format="png", dpi=200, facecolor="white", metadata={"Software": None})
     return Chart(name, title, caption, _inline(vector.getvalue(), name, title), pixels.getvalue())
 
 
+def _add_legend(figure: Figure, axes: Axes) -> list[Text]:
+    num_entries = len(axes.get_legend_handles_labels()[1])
+    if num_entries == 0:
+        return []
+    if num_entries > MAX_INSIDE:
+        figure.set_size_inches(4.4, 2.9 + 0.14 * math.ceil(num_entries / 2))
+        return figure.legend(loc="outside lower center", ncols=2).get_texts()
+    return axes.legend(loc="best").get_texts()  # said, or matplotlib warns where a busy machine is slow to find it
+
+
+def _label(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"
+
+
 def _inline(svg: str, name: str, title: str) -> str:
     """An SVG document as an element of a page: no size, no names that clash, colours by variable."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    box = re.search(r'viewBox="([^"]+)"', svg)
-    assert box is not None
-    svg = re.sub(r"<svg[^>]*>", f'<svg viewBox="{box[1]}" role="img" aria-label="{title}">', svg, count=1)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
+    root = ET.fromstring(svg)
+    for parent in root.iter():
+        for child in parent.findall("{*}metadata"):
+            parent.remove(child)
+        parent.tag = _local(parent.tag)
+        parent.attrib = {_local(key): _adapt(_local(key), value, name) for key, value in parent.attrib.items()}
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": printable(title)}
+    return ET.tostring(root, encoding="unicode")
+
+
+def _adapt(key: str, value: str, name: str) -> str:
+    """An attribute of the SVG in a page that has other charts too."""
+    if key == "id":
+        return f"{name}-{value}"
+    value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value) if key in ("href", "clip-path") else value
     for colour, variable in VARIABLES.items():
-        svg = svg.replace(colour, variable)
-    return svg
+        value = value.replace(colour, variable)
+    return value
+
+
+def _local(tag: str) -> str:
+    """Without the namespace: HTML knows SVG's names."""
+    return tag.rpartition("}")[2]
 
 
 def write_pngs(charts: Sequence[Chart], folder: Path) -> None:

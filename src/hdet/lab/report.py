@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,15 +47,10 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     if empty:
         raise UsageError(f"a report needs runs with at least one round, but {empty[0]} has none; train it first")
     if out is None:
-        first = runs[0].folder
+        first = runs[0].folder if runs[0].folder.name not in ("", "..") else runs[0].folder.resolve()
         out = first.with_name(f"{first.name}-report") if len(runs) == 1 else first.parent / "report"
     groups = group_runs(runs)
     charts = draw_all(groups)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out must be a folder that can be created, but {out} cannot: {error.strerror}") from None
-    write_pngs(charts, out)
     tasks = sorted({run.config["task"] for run in runs})
     path = out / PAGE
     text = page(
@@ -63,7 +59,12 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         charts,
         _facts_tables(runs),
     )
-    path.write_text(text, encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_pngs(charts, out)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--out must be a folder that can be written, but {out} cannot: {error.strerror}") from None
     return path
 
 
@@ -71,14 +72,14 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     """Run folders among ``folders`` and right below them, each once, in order."""
     found: dict[Path, None] = {}
     for folder in folders:
-        if (folder / CONFIG).exists():
+        if os.path.exists(folder / CONFIG):  # Path.exists() raises where a folder may not be entered
             found[folder] = None
-        elif not (folder / PAGE).exists():  # an older report lies among the runs it is about
+        elif not os.path.exists(folder / PAGE):  # an older report lies among the runs it is about
             below = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
             if not below:
                 raise UsageError(
                     f"RUN must be a run folder, or hold some, but {folder} "
-                    f"{'has none' if folder.exists() else 'does not exist'}; hdet train writes one"
+                    f"{'has none' if os.path.exists(folder) else 'does not exist'}; hdet train writes one"
                 )
             found.update(dict.fromkeys(below))
     if not found:
@@ -88,9 +89,9 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """Runs that differ in their seed only are one group, in the order of their first run."""
-    groups: dict[tuple[Any, ...], list[RunRecord]] = {}
+    groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        groups.setdefault(tuple(_configuration(run).values()), []).append(run)
+        groups.setdefault(str(_configuration(run)), []).append(run)
     first = [_configuration(members[0]) for members in groups.values()]
     names = ["method", "lr", *(name for name in ("task", "schedule", "optimizer") if _differ(first, name))]
     for name in first[0]:
@@ -108,7 +109,11 @@ def _differ(configurations: Sequence[dict[str, Any]], name: str) -> bool:
 
 def _label(configuration: dict[str, Any], names: Sequence[str]) -> str:
     values = [(name, configuration.get(name)) for name in names]
-    return ", ".join(value if isinstance(value, str) else f"{name} {value:g}" for name, value in values)
+    return ", ".join(value if isinstance(value, str) else f"{name} {_short(value)}" for name, value in values)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _configuration(run: RunRecord) -> dict[str, Any]:
@@ -150,7 +155,8 @@ def _facts_tables(runs: Sequence[RunRecord]) -> list[Table]:
     tables = []
     for run in runs:
         facts = {**run.config, **{name: value for name, value in run.facts.items() if name != "config"}}
-        facts |= facts.pop("hardware", {})
+        if isinstance(facts.get("hardware"), dict):
+            facts |= facts.pop("hardware")
         table = Table(run.folder.name, ["what", "value"])
         table.rows = [[name, ", ".join(map(str, v)) if isinstance(v, list) else str(v)] for name, v in facts.items()]
         tables.append(table)

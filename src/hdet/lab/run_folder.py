@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from hdet.checks import number, shown
 from hdet.lab.command_line import UsageError
+from hdet.lab.run_rules import check_entry, check_facts
 from hdet.sinks import append_line
 
 CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
@@ -67,17 +69,14 @@ def create(folder: Path, facts: Mapping[str, Any]) -> None:
 def read(folder: Path | str) -> RunRecord:
     """Read a run folder, also of a run that is still going on."""
     folder = Path(folder)
+    text = _text(folder / CONFIG)
     try:
-        facts = json.loads((folder / CONFIG).read_text())
-        text = (folder / METRICS).read_text()
-    except (OSError, ValueError):
-        raise UsageError(
-            f"a run folder must hold {CONFIG} and {METRICS}, but {folder} does not; hdet train writes one"
-        ) from None
-    if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
-        raise UsageError(f"{CONFIG} must hold the settings of a run, but that of {folder} does not; start a new run")
+        facts = _parse(text)
+        check_facts(facts)
+    except ValueError as error:
+        raise UsageError(f"{folder / CONFIG} cannot be used: {error}; start a new run") from None
     record = RunRecord(folder, facts)
-    for entry in _entries(folder, text):
+    for _, entry in _entries(folder, facts):
         if entry["event"] == "round":
             record.rounds.append(entry)
         elif entry["event"] == "end":
@@ -92,23 +91,44 @@ def append(folder: Path, entry: Mapping[str, Any]) -> None:
 
 def cut_metrics(folder: Path, step: int) -> None:
     """Forget what happened after ``step``: training goes on from there."""
-    kept = [entry for entry in _entries(folder, (folder / METRICS).read_text()) if entry["step"] <= step]
-    _replace(folder / METRICS, "".join(f"{json.dumps(entry, allow_nan=False)}\n" for entry in kept).encode())
+    kept = [line for line, entry in _entries(folder, read(folder).facts) if entry["step"] <= step]
+    _replace(folder / METRICS, "".join(f"{line}\n" for line in kept).encode())
 
 
-def _entries(folder: Path, text: str) -> list[dict[str, Any]]:
-    """The lines of the metrics; what has no newline yet is still being written."""
+def _entries(folder: Path, facts: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The lines of the metrics, as text and as what they say; what has no newline yet is still being written."""
     found = []
-    for number, line in enumerate(text.split("\n")[:-1], 1):
+    for count, line in enumerate(_text(folder / METRICS).split("\n")[:-1], 1):
         try:
-            entry = json.loads(line)
-            found.append({**entry, "event": entry["event"], "step": entry["step"]})
-        except (ValueError, TypeError, KeyError):
+            entry = _parse(line)
+            check_entry(entry, facts)
+        except ValueError as error:
             raise UsageError(
-                f"{METRICS} must have an event and its step in each line, but line {number} of that in {folder} is "
-                f"{line[:80]!r}; take it out, or start a new run"
+                f"{folder / METRICS} cannot be used: line {count}: {error}; take it out, or start a new run"
             ) from None
+        found.append((line, entry))
     return found
+
+
+def _text(path: Path) -> str:
+    """What a file says. UsageError where it cannot be read: a device or a pipe is not even opened."""
+    try:
+        if os.path.exists(path) and not path.is_file():
+            raise OSError("it is no file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(
+            f"a run folder must hold {CONFIG} and {METRICS}, but {path} cannot be read ({reason}); hdet train "
+            "writes one"
+        ) from None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it must be JSON, but got {shown(text)} ({error})") from None
 
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
@@ -133,6 +153,8 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     missing = [key for key in KEYS if key not in state] if isinstance(state, dict) else list(KEYS)
     if missing:
         raise UsageError(f"a checkpoint must be one of hdet train, but {folder / CHECKPOINT} has no {missing}")
+    if not number(state["time_s"]) >= 0:
+        raise UsageError(f"time_s of {folder / CHECKPOINT} must be a number >= 0, but got {shown(state['time_s'])}")
     loaded: dict[str, Any] = state
     return loaded
 

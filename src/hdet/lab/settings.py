@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from tyro.conf import Positional, arg
 
 from hdet import AutoLR, OneCycleAutoLR, knobs
+from hdet.checks import LARGEST, number, shown, whole
 from hdet.controllers import PaperController
 from hdet.lab.command_line import UsageError
 from hdet.lab.recipe import schedule_table
@@ -32,6 +33,7 @@ KNOBS: dict[KnobName, tuple[Callable[[], knobs.Knob], tuple[str, ...]]] = {
 }
 """Name to what makes the knob, and the optimizers that have it above 0."""
 PEAK_SHARE = 0.1  # of a one-cycle run until its peak, as in schedule_table
+MAX_STEPS = 100_000_000  # schedules are tables
 SMALL = "small-gpt"
 TASK_NAMES = (*TASKS, SMALL)
 
@@ -81,10 +83,11 @@ class Settings:
             raise UsageError(f"TASK must be one of {', '.join(TASK_NAMES)}, but got {self.task!r}")
         self._require("lr", "a finite number > 0", 0 < self.lr < math.inf)
         self._require("spread", "in (0, 1)", 0 < self.spread < 1)
-        self._require("seed", "an integer >= 0", self.seed >= 0)
+        self._require("seed", "an integer from 0 to 2^53", 0 <= self.seed <= LARGEST)
         self._require("checkpoint_s", "a number >= 0", self.checkpoint_s >= 0)
         for name in ("replicas", "steps", "interval"):
             self._require(name, "an integer >= 1", getattr(self, name) is None or getattr(self, name) >= 1)
+        self._require("steps", "at most 100,000,000", (self.steps or 1) <= MAX_STEPS)
         self._check_knobs()
         self._require("device", "cpu or cuda", self.device in ("cpu", "cuda"))
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -155,8 +158,36 @@ class Settings:
 
 
 def from_dict(values: Mapping[str, Any]) -> Settings:
-    """The inverse of :meth:`Settings.as_dict`."""
-    return Settings(**{**values, "data": Path(values["data"]), "knobs": tuple(values.get("knobs", ()))})
+    """The inverse of :meth:`Settings.as_dict`; UsageError where the values are not those of one."""
+    kinds = get_type_hints(Settings)
+    values = {"knobs": [], **values}  # older runs have none
+    for name in (*kinds, *values):
+        if name not in values:
+            raise UsageError(f"the settings of a run must have {name}, but it is missing; start a new run")
+        if name not in kinds:
+            raise UsageError(f"the settings of a run must be among {', '.join(kinds)}, but got {shown(name)}")
+        if not _fits(values[name], kinds[name]):
+            rule = kinds[name].__name__ if isinstance(kinds[name], type) else str(kinds[name]).replace("typing.", "")
+            raise UsageError(
+                f"{name} among the settings of a run must be of type {rule}, but got {shown(values[name])}; "
+                "start a new run"
+            )
+    return Settings(**{**values, "data": Path(values["data"]), "knobs": tuple(values["knobs"])})
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON can stand for one of the type ``kind``."""
+    if kind is int:
+        return bool(whole(value) == value)
+    if kind is float:
+        return not math.isnan(number(value))
+    if kind in (str, Path):
+        return isinstance(value, str) and "\0" not in value
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, list) and all(_fits(entry, get_args(kind)[0]) for entry in value)
+    return value is None or any(_fits(value, option) for option in get_args(kind) if option is not type(None))
 
 
 def open_task(name: str, data: Path, options: Mapping[str, Any] | None = None) -> Task:

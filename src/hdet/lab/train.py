@@ -7,6 +7,7 @@ import errno
 import json
 import multiprocessing as mp
 import os
+import re
 import shlex
 import socket
 import sys
@@ -19,14 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import nn
 
+from hdet.checks import shown, whole
 from hdet.lab import provenance, run_folder
 from hdet.lab.command_line import UsageError, parse
 from hdet.lab.progress import RunBar, from_processes
-from hdet.lab.settings import Settings, from_dict, open_task
+from hdet.lab.settings import Settings, from_dict, make_optimizer, make_scheduler, open_task
 from hdet.lab.stopping import Stop
-from hdet.lab.training import Progress, train
+from hdet.lab.tasks.base import Task
+from hdet.lab.training import Progress, cannot_continue, train
 from hdet.launch import ReplicaError, launch
 
 DAY_S = 86400.0
@@ -84,7 +86,7 @@ def prepare(settings: Settings, num_replicas: int, *, folder: Path | None, resum
     about = provenance.describe(task)
     if resume is not None:
         _check_unchanged(own, about["data_sha256"], resume)
-        _check_model(task.build(own.seed), resume)
+        _check_checkpoint(own, task, resume)
         return Job(own, resume, resume=True)
     now = datetime.now(timezone.utc)
     if folder is None:
@@ -114,9 +116,12 @@ def run(job: Job, bar: RunBar) -> dict[str, Any]:
     with stop.on_signals(in_charge=True), from_processes(bar) as progress:
         try:
             ends = launch(replica, num_replicas, job, progress, stop, timeout_s=7 * DAY_S)
-        except ReplicaError:
+        except ReplicaError as error:
             if stop:
                 return {"status": "stopped", "step": 0}  # before the replicas were ready to listen
+            said = [re.search(rf"{UsageError.__name__}: (.+)\s*$", text) for text in error.errors.values()]
+            if said and all(said):  # what the user can put right, on every replica that said anything
+                raise UsageError(said[0][1]) from None  # type: ignore[index]
             raise
     end: dict[str, Any] = ends[0]
     return end
@@ -213,7 +218,7 @@ def _unfinished(folder: Path) -> run_folder.RunRecord:
     record = run_folder.read(folder)
     if record.end is not None:
         raise UsageError(f"--resume must name an unfinished run, but {folder} is {record.status}; start a new one")
-    if not (folder / run_folder.CHECKPOINT).exists():
+    if not os.path.exists(folder / run_folder.CHECKPOINT):
         raise UsageError(f"--resume needs a checkpoint, but {folder} ended before its first; start a new run")
     return record
 
@@ -221,7 +226,7 @@ def _unfinished(folder: Path) -> run_folder.RunRecord:
 def _check_unchanged(settings: Settings, data_sha256: str, folder: Path) -> None:
     record = _unfinished(folder)
     old, new = record.config, settings.as_dict()
-    changed = [name for name in old if new[name] != old[name] and name not in FREE_ON_RESUME]
+    changed = [name for name in new if new[name] != old.get(name, new[name]) and name not in FREE_ON_RESUME]
     if changed:
         said = ", ".join(
             f"--{name.replace('_', '-')} {_text(new[name])} instead of {_text(old[name])}" for name in changed
@@ -229,21 +234,46 @@ def _check_unchanged(settings: Settings, data_sha256: str, folder: Path) -> None
         raise UsageError(
             f"a resumed run must keep its settings, but got {said}; leave them out, or start a new run with --out"
         )
-    if record.facts["data_sha256"] != data_sha256:
+    if record.facts.get("data_sha256") != data_sha256:
         raise UsageError(
             f"a resumed run must have the same data, but those of {settings.task} have changed since {folder} began; "
             "put the old ones back, or start a new run"
         )
 
 
-def _check_model(model: nn.Module, folder: Path) -> None:
-    """Before processes are started: is the checkpoint whole, and of this model?"""
+def _check_checkpoint(settings: Settings, task: Task, folder: Path) -> None:
+    """Before processes are started: is the checkpoint whole, of this run, and can a step follow it?"""
+    state = run_folder.load_checkpoint(folder)
+    path, steps, interval = folder / run_folder.CHECKPOINT, settings.steps or 1, settings.interval or 1
+    step = whole(state["step"])
+    if not 0 < step <= steps or (step % interval and step < steps):
+        raise UsageError(
+            f"step of {path} must be the end of a round, a multiple of {interval} up to {steps}, but got "
+            f"{shown(state['step'])}; put an older checkpoint in its place, or start a new run"
+        )
+    model = task.build(settings.seed)
     try:
-        model.load_state_dict(run_folder.load_checkpoint(folder)["model"])
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        model.load_state_dict(state["model"])
+    except Exception as error:
         raise UsageError(
             f"the checkpoint of {folder} is of another model: {' '.join(str(error).split())[:200]}; start a new run"
         ) from None
+    optimizer = make_optimizer(settings, task, model)
+    # Of hdet's schedulers only the processes can tell, which then refuse; torch's take whatever they are given.
+    scheduler = make_scheduler(settings, optimizer, model) if settings.method == "fixed" else None
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.load_state_dict(state["scheduler"])
+            if scheduler.last_epoch != step:
+                raise ValueError(f"last_epoch must be the step, {step}, but got {shown(scheduler.last_epoch)}")
+            if step < steps:
+                scheduler.step()
+    except Exception as error:  # whatever torch raises for what it has not checked
+        raise cannot_continue(folder, error) from None
 
 
 def _text(value: Any) -> str:

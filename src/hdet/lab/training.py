@@ -229,10 +229,7 @@ class _Run:
             self.optimizer.load_state_dict(state["optimizer"])
             self.scheduler.load_state_dict(state["scheduler"])
         except Exception as error:
-            raise UsageError(
-                f"the checkpoint of {self.folder} cannot be continued from ({type(error).__name__}: {error}); "
-                "put an older one in its place, or start a new run"
-            ) from error
+            raise cannot_continue(self.folder, error) from error
         if self.rank == 0:
             run_folder.cut_metrics(self.folder, step)
             run_folder.append(self.folder, {"event": "resumed", "step": step})
@@ -274,6 +271,15 @@ class _Board:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def cannot_continue(folder: Path, error: Exception) -> UsageError:
+    """What a checkpoint that does not fit is refused with, on one line."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return UsageError(
+        f"the checkpoint of {folder} cannot be continued from ({reason}); put an older one in its place, or start a "
+        "new run"
+    )
 
 
 def _device(kind: str, rank: int) -> torch.device:

@@ -17,7 +17,7 @@ from tyro.conf import Positional, arg
 
 from hdet.lab import run_folder
 from hdet.lab.charts import mean_loss
-from hdet.lab.command_line import UsageError, parse
+from hdet.lab.command_line import UsageError, parse, printable
 from hdet.lab.run_folder import RunRecord
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -64,14 +64,19 @@ def view(record: RunRecord) -> Group:
     )
     filled = step * WIDTH // config["steps"]
     bar = Text("━" * filled, style="green").append("━" * (WIDTH - filled), style="dim")
-    parts: list[Any] = [Text(title, style="bold"), bar]
+    parts: list[Any] = [_text(title, "bold"), bar]
     if rounds:
         parts.append(_numbers(record))
     if record.end is not None:
         figures = record.end["validation"].items()
         known = ", ".join(f"{name} {value:.4f}" for name, value in figures if value is not None)
-        parts.append(Text(f"validation: {known or 'none'}"))
+        parts.append(_text(f"validation: {known or 'none'}"))
     return Group(*parts)
+
+
+def _text(text: str, style: str = "") -> Text:
+    """As it stands in the file: neither rich nor the terminal finds anything to obey in it."""
+    return Text(printable(text), style=style)
 
 
 def _numbers(record: RunRecord) -> Table:
@@ -80,34 +85,39 @@ def _numbers(record: RunRecord) -> Table:
     table.add_column(style="dim")
     table.add_column()
     table.add_column(no_wrap=True)
+
+    def add(name: str, numbers: str, line: str = "") -> None:
+        table.add_row(_text(name), _text(numbers), _text(line))
+
     losses = [mean_loss(entry) for entry in record.rounds]
-    table.add_row("loss", f"{losses[-1]:.4f}", sparkline(losses))
+    add("loss", f"{losses[-1]:.4f}", sparkline(losses))
     if len(last["losses"]) > 1:
-        table.add_row("by replica", _row(last["losses"], ".4f"), "")
+        add("by replica", _row(last["losses"], ".4f"))
     for name, values in zip(record.facts["groups"], last["values"], strict=False):
-        table.add_row(f"lr {name}", _row(values, ".3g"), "")
-    scales = [math.log(entry["scales"][0]) for entry in record.rounds if entry["scales"][0]]
-    table.add_row("scale", _row(last["scales"], ".3g"), sparkline(scales))
+        add(f"lr {name}", _row(values, ".3g"))
+    scales = [math.log(scale) for entry in record.rounds if (scale := entry["scales"][0] or 0.0) > 0]
+    add("scale", _row(last["scales"], ".3g"), sparkline(scales))
     for name, knob in last.get("knobs", {}).items():
-        table.add_row(name, _row(knob["values"], ".3g"), sparkline([e["knobs"][name]["base"] for e in record.rounds]))
+        bases = [e["knobs"][name]["base"] for e in record.rounds if name in e.get("knobs", {})]
+        add(name, _row(knob["values"], ".3g"), sparkline(bases))
     evidence = [entry["control"]["z"][0] for entry in record.rounds if entry["control"].get("z")]
     if evidence:
-        table.add_row("z", _row([evidence[-1]], ".2f"), sparkline([math.nan if z is None else z for z in evidence]))
+        add("z", _row([evidence[-1]], ".2f"), sparkline(evidence))
     if last["distance"]:
-        table.add_row("distance", f"{last['distance']:.4g}", "")
-    table.add_row("undone", str(last["num_rollbacks"]), "")
+        add("distance", f"{last['distance']:.4g}")
+    add("undone", str(last["num_rollbacks"]))
     return table
 
 
-def sparkline(values: Sequence[float], width: int = 40) -> str:
+def sparkline(values: Sequence[float | None], width: int = 40) -> str:
     """The last ``width`` values as bars between the lowest and the highest of them; ``x`` where not finite."""
-    shown = list(values)[-width:]
+    shown = [math.nan if value is None else value for value in values][-width:]
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
         return "x" * len(shown)
     low, high = min(finite), max(finite)
-    step = (high - low) / (len(BARS) - 1) or 1.0
-    return "".join(BARS[round((value - low) / step)] if math.isfinite(value) else "x" for value in shown)
+    step = high / (len(BARS) - 1) - low / (len(BARS) - 1) or 1.0  # each alone: their difference may overflow
+    return "".join(BARS[round(value / step - low / step)] if math.isfinite(value) else "x" for value in shown)
 
 
 def _row(numbers: Sequence[float | None], form: str) -> str:

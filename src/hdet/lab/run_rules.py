@@ -1,0 +1,105 @@
+"""What the files of a run folder may hold. The first value that breaks its rule is named in a ValueError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hdet.checks import number, shown, whole
+
+Rule = tuple[str, Callable[[Any], bool]]
+
+
+def _is_number(value: Any) -> bool:
+    return not math.isnan(number(value))
+
+
+def _is_maybe(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _all(kind: type[Any], ok: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        return isinstance(value, kind) and all(ok(v) for v in (value.values() if kind is dict else value))
+
+    return check
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_is_row = _all(list, _is_maybe)
+_TEXT: Rule = ("a string", _is_text)
+_TEXTS: Rule = ("a list of strings", _all(list, _is_text))
+_NUMBER: Rule = ("a finite number", _is_number)
+_MAYBE: Rule = ("a finite number or null", _is_maybe)
+_COUNT: Rule = ("an integer >= 0", lambda value: whole(value) >= 0)
+_ROW: Rule = ("a list of finite numbers or nulls, and not empty", lambda value: _is_row(value) and bool(value))
+_KNOB = {"values": _ROW, "base": _MAYBE}
+
+FACTS: dict[str, Rule] = {"groups": _TEXTS}
+CONFIG: dict[str, Rule] = {
+    "task": _TEXT,
+    "method": _TEXT,
+    "lr": ("a finite number > 0", lambda value: number(value) > 0),
+    "seed": _COUNT,
+    "steps": ("an integer >= 1", lambda value: whole(value) >= 1),
+}
+END: dict[str, Rule] = {
+    "status": _TEXT,
+    "validation": ("an object of finite numbers or nulls", _all(dict, _is_maybe)),
+    "time_s": _NUMBER,
+}
+ROUND: dict[str, Rule] = {
+    "losses": _ROW,
+    "values": ("a list of lists of finite numbers or nulls", _all(list, _is_row)),
+    "base_values": ("a list of finite numbers or nulls", _is_row),
+    "scales": _ROW,
+    "control": ("an object of lists of finite numbers or nulls", _all(dict, _is_row)),
+    "unhealthy": ("a list", lambda value: isinstance(value, list)),
+    "num_rollbacks": _COUNT,
+    "distance": _MAYBE,
+    "time_s": _NUMBER,
+}
+
+
+def check_facts(facts: Any) -> None:
+    """``config.json``: what every reader of a run folder relies on."""
+    if not isinstance(facts, dict) or not isinstance(facts.get("config"), dict):
+        raise ValueError(f"it must hold the settings of a run, but got {shown(facts)}")
+    _check(facts, FACTS)
+    _check(facts["config"], CONFIG)
+    if "knobs" in facts["config"]:  # older runs have none
+        _check(facts["config"], {"knobs": _TEXTS})
+
+
+def check_entry(entry: Any, facts: Mapping[str, Any]) -> None:
+    """A line of ``metrics.jsonl``, of a run with these facts."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"it must be an object, but got {shown(entry)}")
+    steps = facts["config"]["steps"]
+    _check(entry, {"event": _TEXT, "step": (f"an integer from 0 to {steps}", lambda v: 0 <= whole(v) <= steps)})
+    _check(entry, {"round": ROUND, "end": END}.get(entry["event"], {}))
+    if entry["event"] != "round":
+        return
+    count = len(facts["groups"])
+    for name in ("values", "base_values"):
+        if len(entry[name]) != count:
+            raise ValueError(f"{name} must have an entry for each of the {count} groups, but got {shown(entry[name])}")
+    knobs = entry.get("knobs", {})
+    if not isinstance(knobs, dict):
+        raise ValueError(f"knobs must be an object, but got {shown(knobs)}")
+    for name, knob in knobs.items():
+        if not isinstance(knob, dict):
+            raise ValueError(f"knob {name} must be an object, but got {shown(knob)}")
+        _check(knob, _KNOB, of=f" of knob {name}")
+
+
+def _check(values: Mapping[str, Any], rules: Mapping[str, Rule], of: str = "") -> None:
+    for name, (rule, ok) in rules.items():
+        if name not in values:
+            raise ValueError(f"{name}{of} must be {rule}, but is missing")
+        if not ok(values[name]):
+            raise ValueError(f"{name}{of} must be {rule}, but got {shown(values[name])}")
