@@ -21,7 +21,15 @@ from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_explorer, check_parts
 from hdet.schedulers.assembly import AnchorChoice, Device, Gradients, agree, common_facts, make_board, make_loop
-from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, lrs_of, write_lr
+from hdet.schedulers.face import (
+    STATE_VERSION,
+    RoundFace,
+    cannot_load,
+    check_version,
+    lrs_of,
+    refuse_second,
+    write_lr,
+)
 from hdet.signal import Loss
 
 LR_OPTIMISM = 0.75
@@ -41,7 +49,7 @@ class Explorer(RoundFace):
         model: the model that is trained, wrapped in DistributedDataParallel if it is.
         optimizer: its optimizer.
         knobs: of :mod:`hdet.knobs`. Without a ``LearningRate`` among them the learning rate is left alone, so any
-            scheduler may drive it. With none at all and local gradients this is local SGD, or DiLoCo.
+            scheduler of torch's may drive it; AutoLR and OneCycleAutoLR take these knobs themselves. With none at all and local gradients this is local SGD, or DiLoCo.
         interval: T, optimizer steps of a round.
         gradients: ``"shared"``: averaged in every step, as DistributedDataParallel does. ``"local"``: not at all inside
             a round, which cuts communication by a factor of T; replicas then see the effect of every knob.
@@ -125,6 +133,7 @@ class Explorer(RoundFace):
             "seed": seed,
         }
         check_explorer(arguments)
+        refuse_second(optimizer)
         outer = outer if isinstance(outer, OuterStep) else OuterStep(outer)
         rates = [knob for knob in knobs if isinstance(knob, LearningRate)]
         if len(rates) > 1:

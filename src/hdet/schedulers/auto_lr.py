@@ -41,7 +41,15 @@ from hdet.schedulers.assembly import (
     starts_cold,
     warn_if_alone,
 )
-from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, lrs_of, write_lr
+from hdet.schedulers.face import (
+    STATE_VERSION,
+    RoundFace,
+    cannot_load,
+    check_version,
+    lrs_of,
+    refuse_second,
+    write_lr,
+)
 from hdet.schedulers.states import check_lrs, load_schedule
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL
@@ -57,6 +65,9 @@ class AutoLR(RoundFace, LRScheduler):
 
     Call ``step(loss)`` after ``optimizer.step()``, as with OneCycleAutoLR. The loss is what the guard watches, and with
     ``signal="loss"`` what is learned from.
+
+    AutoLR is the only one to step the schedule and to write learning rates: it goes around SequentialLR and
+    ChainedScheduler, never inside, and a learning rate that something else has changed is an error.
 
     Args:
         schedule: any LRScheduler but ReduceLROnPlateau, already constructed. AutoLR steps it.
@@ -163,6 +174,7 @@ class AutoLR(RoundFace, LRScheduler):
         }
         check_auto_lr(arguments)
         optimizer = schedule.optimizer
+        refuse_second(optimizer)
         uses_loss = signal == "loss"
         kind: Literal["loss", "gradient"] = "loss" if uses_loss else "gradient"
         board = make_board(knobs, probe, model, optimizer, gradients)
@@ -181,7 +193,7 @@ class AutoLR(RoundFace, LRScheduler):
         self.optimizer = optimizer
         self.total_steps = total_steps
         parts = _parts(schedule)
-        self.last_epoch = self._steps_of_schedule()
+        self._step = self._schedule_step = self._steps_of_schedule()
         self.base_lrs = [float(lr) for lr in parts[0].base_lrs]
         # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
         for part in parts:
@@ -200,7 +212,7 @@ class AutoLR(RoundFace, LRScheduler):
             acting=(start_steps, math.inf if total_steps is None else (1 - hold_share) * total_steps),
             scale_bounds=scale_bounds,
             seed=seed,
-            step=self.last_epoch,
+            step=self._step,
             together=together,
             gated=cold if gated is None else gated,
             first_scale=first_scale,
@@ -222,6 +234,20 @@ class AutoLR(RoundFace, LRScheduler):
 
     # -- training -----------------------------------------------------------------------------------------------
 
+    @property
+    def last_epoch(self) -> int:
+        """Optimizer steps taken, under the name that torch's schedulers have for it."""
+        return self._step
+
+    @last_epoch.setter
+    def last_epoch(self, value: int) -> None:
+        # SequentialLR does this when it is constructed, to start its parts over when it is their turn.
+        raise RuntimeError(
+            f"AutoLR counts its own steps, but was set from step {self._step} to {value}, as SequentialLR does with "
+            "what is inside it. Put AutoLR around it, AutoLR(SequentialLR(optimizer, [warmup, cosine], "
+            "milestones=[...])), and call step(loss) of AutoLR"
+        )
+
     def step(self, loss: Loss | None = None) -> None:
         """Advance the schedule by one optimizer step; end the round when it is due.
 
@@ -230,15 +256,31 @@ class AutoLR(RoundFace, LRScheduler):
                 before the round ends. Optional with the gradient signal, or where :meth:`observe` is used.
         """
         loop = self._rounds
-        step = self.last_epoch + 1
+        step = self._step + 1
+        self._check_alone(wait=step % loop.interval == 0)
         if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
             self.schedule.step()  # raises, before anything has changed
         if loss is not None:
             loop.observe(loss)
         loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
         self._advance_schedule()
-        self.last_epoch = step
+        self._step = step
         self._refresh()
+
+    def _check_alone(self, *, wait: bool) -> None:
+        """Raise where something else has stepped the schedule, or written a learning rate."""
+        found = self._steps_of_schedule()
+        if found != self._schedule_step:
+            name = type(self.schedule).__name__
+            raise RuntimeError(
+                f"AutoLR steps the {name} it wraps, but something else has taken it from step {self._schedule_step} to "
+                f"{found}; delete schedule.step() from the loop, and load the state of AutoLR, not that of the {name}"
+            )
+        advice = (
+            "AutoLR wraps all of a run's schedules: AutoLR(ChainedScheduler([...])), AutoLR(SequentialLR(...)), and a "
+            "LambdaLR for what is changed by hand; call step() of AutoLR alone"
+        )
+        self._refuse_foreign_lr(wait=wait, advice=advice)
 
     def _steps_of_schedule(self) -> int:
         return int(getattr(self.schedule, "last_epoch", _parts(self.schedule)[-1].last_epoch))
@@ -258,6 +300,7 @@ class AutoLR(RoundFace, LRScheduler):
         if self._rounds.gated:
             self._rounds.schedule_moved(self._schedule_lrs, new)
         self._schedule_lrs = new
+        self._schedule_step = self._steps_of_schedule()
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
@@ -311,7 +354,8 @@ class AutoLR(RoundFace, LRScheduler):
                 vars(part).clear()
                 vars(part).update(values)
             raise cannot_load(error) from error
-        self.last_epoch, self._schedule_lrs = last_epoch, lrs
+        self._step = self._schedule_step = last_epoch
+        self._schedule_lrs = lrs
         self._refresh()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from hdet.schedulers.arguments import MAX_LR
 from hdet.signal import Loss
 
 STATE_VERSION = 1
+
+_schedulers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[RoundFace]] = weakref.WeakKeyDictionary()
 
 
 class RoundFace:
@@ -61,9 +64,10 @@ class RoundFace:
 
         At the end of a round, on every replica; never inside the steps between.
         """
-        groups = self.optimizer.param_groups
-        names = [str(group.get("name", f"group{k}")) for k, group in enumerate(groups)]
-        self._rounds.sinks.append(lambda record: sink(record, names))
+        optimizer = self.optimizer  # not self, which would keep itself alive
+        self._rounds.sinks.append(
+            lambda record: sink(record, [str(g.get("name", f"group{k}")) for k, g in enumerate(optimizer.param_groups)])
+        )
 
     @property
     def history(self) -> list[RoundRecord]:
@@ -93,9 +97,23 @@ class RoundFace:
         lrs = zip(groups, self._last_lr, strict=False)
         return self.last_epoch >= 0 and all(float(g["lr"]) == float(lr) for g, lr in lrs)
 
+    def _refuse_foreign_lr(self, *, wait: bool, advice: str) -> None:
+        """Raise where somebody else has changed a learning rate. Without ``wait``, none is fetched from a device."""
+        for k, (group, mine) in enumerate(zip(self.optimizer.param_groups, self._last_lr, strict=False)):
+            lr = group["lr"]
+            if lr is mine or (isinstance(lr, Tensor) and lr.device.type != "cpu" and not wait):
+                continue
+            if float(lr) != float(mine):
+                name = type(self).__name__
+                raise RuntimeError(
+                    f"the learning rate must be left to {name}, which set it to {float(mine):g} in param group {k}, "
+                    f"but found {float(lr):g}: another scheduler, or a line of the loop, has changed it. {advice}"
+                )
+
     def _attach(self, optimizer: Optimizer, loop: RoundLoop) -> None:
         self._loop = loop
         this = weakref.ref(self)
+        _schedulers[optimizer] = this
 
         in_charge = False
 
@@ -148,6 +166,25 @@ class RoundFace:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
         if loop.apart:
             optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
+
+
+def refuse_second(optimizer: Optimizer) -> None:
+    """Raise where a scheduler of ours is at work on this optimizer: both would converge, and write learning rates."""
+    if _working_on(optimizer) is not None:
+        gc.collect()  # it may be garbage already
+    if (other := _working_on(optimizer)) is not None:
+        name = type(other).__name__
+        raise ValueError(
+            f"optimizer must have one scheduler of hdet, but {name} is at work on it, at step {other.last_epoch}; pass "
+            f"knobs= to that one to explore more, call its finish() to end it, or drop it first (`del`) to replace it"
+        )
+
+
+def _working_on(optimizer: Optimizer) -> Any:
+    other: Any = _schedulers.get(optimizer, lambda: None)()
+    if other is None or other._loop.finished or other.last_epoch == other.total_steps:
+        return None
+    return other
 
 
 def check_version(state: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_last_epoch, check_one_cycle, check_parts
 from hdet.schedulers.assembly import Gradients, agree, auto_settings, common_facts, make_board, make_loop, warn_if_alone
-from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version
+from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, refuse_second
 from hdet.schedulers.states import check_one_cycle_state
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL
@@ -157,6 +157,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         }
         check_one_cycle(arguments)
         check_last_epoch(last_epoch, optimizer, cycle_momentum)
+        refuse_second(optimizer)
         if cycle_momentum and any(type(knob) is Momentum for knob in knobs):
             raise ValueError("knobs must not contain Momentum while the schedule moves it; pass cycle_momentum=False")
         board = make_board(knobs, probe, model, optimizer, gradients)
@@ -290,6 +291,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             if loss is not None:
                 loop.observe(loss)
             step, total_steps = self.last_epoch + 1, self.total_steps
+            if loop.active and self._schedule_lrs is not None:  # else it is OneCycleLR, which overwrites what it finds
+                advice = "OneCycleAutoLR has its own schedule; AutoLR(schedule) goes around any others"
+                self._refuse_foreign_lr(wait=step % loop.interval == 0, advice=advice)
             due = step == total_steps or (step < total_steps and loop.needs_end_step(step))  # beyond, torch raises
             if due and self._schedule_lrs is not None:  # inside SequentialLR a first step only starts the schedule
                 loop.end_step(step, self._schedule_lrs, last=step == total_steps)
