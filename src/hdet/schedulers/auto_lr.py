@@ -26,6 +26,7 @@ from hdet.knobs import Knob
 from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
+from hdet.round_state import num_scheduled
 from hdet.schedulers.arguments import check_auto_lr, check_parts, check_total_steps
 from hdet.schedulers.assembly import (
     FIRST_SCALES,
@@ -46,11 +47,12 @@ from hdet.schedulers.face import (
     RoundFace,
     cannot_load,
     check_version,
+    follow_momentum,
     lrs_of,
     refuse_second,
     write_lr,
 )
-from hdet.schedulers.states import check_lrs, load_schedule
+from hdet.schedulers.states import check_lrs, leave_out_joined, load_schedule
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL
 
@@ -198,7 +200,8 @@ class AutoLR(RoundFace, LRScheduler):
         # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
         for part in parts:
             part.base_lrs = [float(lr) for lr in part.base_lrs]
-        self._schedule_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._schedule_lrs = lrs[: len(self.base_lrs)]
         cold = starts_cold(total_steps, interval)
         if first_scale is None:
             first_scale = FIRST_SCALES[kind] if cold else 1.0
@@ -229,6 +232,8 @@ class AutoLR(RoundFace, LRScheduler):
             gradients=gradients,
             operations=operations,
         )
+        for lr in lrs[len(self.base_lrs) :]:  # of groups that were added after the schedule was made
+            loop.follow(lr / lrs[0] if lrs[0] > 0 else 1.0)
         self._attach(optimizer, loop)
         self._refresh()
 
@@ -287,16 +292,18 @@ class AutoLR(RoundFace, LRScheduler):
 
     def _advance_schedule(self) -> None:
         """One step of the schedule among its own values: many compute the next learning rate from the group's last."""
-        groups = self.optimizer.param_groups
-        own = [group["lr"] for group in groups]
-        for group, lr in zip(groups, self._schedule_lrs, strict=True):
-            group["lr"] = lr
-        try:
-            self.schedule.step()
-            new = [float(group["lr"]) for group in groups]
-        finally:
-            for group, lr in zip(groups, own, strict=True):
+        with self._scheduled_groups() as groups:
+            own = [group["lr"] for group in groups]
+            for group, lr in zip(groups, self._schedule_lrs, strict=True):
                 group["lr"] = lr
+            try:
+                self.schedule.step()
+                new = [float(group["lr"]) for group in groups]
+            finally:
+                for group, lr in zip(groups, own, strict=True):
+                    group["lr"] = lr
+        for part in _parts(self.schedule):
+            follow_momentum(part, self.optimizer.param_groups, len(groups))
         if self._rounds.gated:
             self._rounds.schedule_moved(self._schedule_lrs, new)
         self._schedule_lrs = new
@@ -304,7 +311,11 @@ class AutoLR(RoundFace, LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
-        return [lr * factor for lr, factor in zip(self._schedule_lrs, self._rounds.factors, strict=True)]
+        loop = self._rounds
+        return [lr * factor for lr, factor in zip(loop.of_all(self._schedule_lrs), loop.factors, strict=True)]
+
+    def _first_lr(self) -> float:
+        return self._schedule_lrs[0]
 
     def _refresh(self) -> None:
         groups = self.optimizer.param_groups
@@ -335,19 +346,22 @@ class AutoLR(RoundFace, LRScheduler):
         that cannot be used raises ValueError and changes nothing.
         """
         check_version(state_dict)
-        parts = _parts(self.schedule)
+        rounds, parts = self._rounds, _parts(self.schedule)
         before = copy.deepcopy(self.schedule.state_dict()), [dict(vars(part)) for part in (self.schedule, *parts)]
         try:
             last_epoch = whole_of(state_dict["last_epoch"], "last_epoch")
             lrs, groups = state_dict["schedule_lrs"], len(self.optimizer.param_groups)
-            if isinstance(lrs, (list, tuple)) and len(lrs) != groups:
-                raise ValueError(f"the optimizer has {groups} param groups, but got a state with {len(lrs)}")
-            lrs = lrs_of(lrs, "schedule_lrs", groups)
-            load_schedule(self.schedule, parts, copy.deepcopy(state_dict["schedule"]))
+            known = num_scheduled(state_dict["rounds"], groups)
+            if isinstance(lrs, (list, tuple)) and len(lrs) != known:
+                found = len(lrs) + groups - known
+                raise ValueError(f"the optimizer has {groups} param groups, but got a state with {found}")
+            lrs = lrs_of(lrs, "schedule_lrs", known)
+            leave_out_joined((self.schedule, *parts), known)
+            load_schedule(self.schedule, parts, copy.deepcopy(state_dict["schedule"]), known)
             check_lrs(self.schedule, lrs)
             if self._steps_of_schedule() != last_epoch:
                 raise ValueError(f"the schedule is at step {self._steps_of_schedule()}, but last_epoch is {last_epoch}")
-            self._rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
+            rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
         except Exception as error:
             self.schedule.load_state_dict(before[0])
             for part, values in zip((self.schedule, *parts), before[1], strict=True):

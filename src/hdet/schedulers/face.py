@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from hdet.checks import numbers_of, shown, whole
 from hdet.history import RoundRecord
 from hdet.rounds import RoundLoop
 from hdet.schedulers.arguments import MAX_LR
+from hdet.schedulers.states import LRS, MOMENTA
 from hdet.signal import Loss
 
 STATE_VERSION = 1
@@ -77,7 +79,54 @@ class RoundFace:
     @property
     def _rounds(self) -> RoundLoop:
         assert self._loop is not None
+        if len(self.optimizer.param_groups) != len(self._loop.knob_of_group):
+            self._add_groups(self._loop)
         return self._loop
+
+    def _add_groups(self, loop: RoundLoop) -> None:
+        """Take up param groups that have joined: each follows the first one's schedule from the learning rate it has.
+
+        One that was given none has the optimizer's default, which says nothing in mid-run: it is like the first.
+        """
+        groups, known = self.optimizer.param_groups, len(loop.knob_of_group)
+        if len(groups) < known:
+            raise RuntimeError(
+                f"param groups must not be removed from the optimizer, but of {known} there are {len(groups)}; freeze "
+                "their parameters instead, or make a new optimizer and a new scheduler"
+            )
+        loop.add_groups()
+        first = self._first_lr()
+        for group, factor in zip(groups[known:], loop.factors[known:], strict=True):
+            lr = group["lr"]
+            given = lr is not self.optimizer.defaults.get("lr") and first * factor > 0
+            if isinstance(lr, Tensor):
+                group["lr"] = lr.clone()  # it may be the default itself, or another group's
+            share = float(lr) / (first * factor) if given else 1.0
+            loop.follow(share)
+            # What schedules keep there: one that is made after the group is added again, for a resume, looks for it.
+            kept = {key: share * float(groups[0][key]) for key in LRS if key in groups[0]}
+            kept |= {key: groups[0][key] for key in MOMENTA if key in groups[0]}
+            group.update({key: value for key, value in kept.items() if key not in group})
+        if self._in_charge():
+            self._refresh()
+
+    def _first_lr(self) -> float:
+        """What the schedule alone gives the first param group now."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _scheduled_groups(self) -> Iterator[list[dict[str, Any]]]:
+        """The optimizer with the param groups that the schedule knows: torch's have no place for more."""
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        num_joined = len(self._loop.joined) if self._loop is not None else 0
+        known = groups[: len(groups) - num_joined]
+        if num_joined:
+            optimizer.param_groups = known
+        try:
+            yield known
+        finally:
+            if num_joined:
+                optimizer.param_groups = groups
 
     def _warn_if_apart(self) -> None:
         if self._rounds.weights_apart(self.last_epoch):
@@ -120,8 +169,9 @@ class RoundFace:
         def look(_: Optimizer, state: Any) -> None:
             # Inside SequentialLR it may be another scheduler's turn; then its learning rates stand.
             nonlocal in_charge
-            scheduler = this()
-            in_charge = scheduler is not None and scheduler._in_charge()
+            if (scheduler := this()) is not None:
+                assert scheduler._rounds  # param groups that have joined are taken up with what they were given
+                in_charge = scheduler._in_charge()
 
         def restore_own_lr(_: Optimizer) -> None:
             # torch has restored param_groups from one rank's checkpoint, that rank's learning rate included.
@@ -162,7 +212,7 @@ class RoundFace:
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
         watches = loop.anchor is not None or loop.rollback is not None or loop.operations.skip_nonfinite
         # A compiled step must not trace these: what they count would have to be compiled anew in every step.
-        if watches or loop.outer.kind == "nesterov":
+        if watches or loop.apart:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
         if loop.apart:
             optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
@@ -185,6 +235,16 @@ def _working_on(optimizer: Optimizer) -> Any:
     if other is None or other._loop.finished or other.last_epoch == other.total_steps:
         return None
     return other
+
+
+def follow_momentum(schedule: LRScheduler, groups: Sequence[dict[str, Any]], num_known: int) -> None:
+    """Give param groups that joined later the momentum of the first, where the schedule moves it."""
+    if isinstance(schedule, (OneCycleLR, CyclicLR)) and schedule.cycle_momentum:
+        for group in groups[num_known:]:
+            if schedule.use_beta1:
+                group["betas"] = (groups[0]["betas"][0], *group["betas"][1:])
+            else:
+                group["momentum"] = groups[0]["momentum"]
 
 
 def check_version(state: Mapping[str, Any]) -> None:

@@ -19,9 +19,10 @@ from hdet.knobs import Knob, Momentum
 from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
+from hdet.round_state import num_scheduled
 from hdet.schedulers.arguments import check_last_epoch, check_one_cycle, check_parts
 from hdet.schedulers.assembly import Gradients, agree, auto_settings, common_facts, make_board, make_loop, warn_if_alone
-from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, refuse_second
+from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, follow_momentum, refuse_second
 from hdet.schedulers.states import check_one_cycle_state
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL
@@ -236,18 +237,24 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
-        lrs = super().get_lr()
-        if self._decay != "schedule" and self.last_epoch > self._decay_from:
-            lrs = self._geometric_lrs()
+        with self._scheduled_groups() as groups:
+            lrs = super().get_lr()
+            if self._decay != "schedule" and self.last_epoch > self._decay_from:
+                lrs = self._geometric_lrs()
         old, self._schedule_lrs = self._schedule_lrs, lrs
         if self._loop is None:
             return lrs
+        follow_momentum(self, self.optimizer.param_groups, len(groups))
         if old is not None and self._loop.gated:
             self._loop.schedule_moved(old, lrs)
+        lrs = self._loop.of_all(lrs)
         # One replica has no spread, but may go on with the scale that several have learned.
         if not self._loop.active and all(factor == 1 for factor in self._loop.factors):
             return lrs
         return [lr * factor for lr, factor in zip(lrs, self._loop.factors, strict=True)]
+
+    def _first_lr(self) -> float:
+        return float(self._schedule_lrs[0]) if self._schedule_lrs else 0.0
 
     @property
     def _decay_from(self) -> float:
@@ -269,7 +276,8 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         kept = {key: getattr(self, key) for key in ("cycle_momentum", "last_epoch", "_get_lr_called_within_step")}
         self.__dict__.update(cycle_momentum=False, last_epoch=step, _get_lr_called_within_step=True)
         try:
-            return super().get_lr()
+            with self._scheduled_groups():
+                return super().get_lr()
         finally:
             self.__dict__.update(kept)
 
@@ -286,8 +294,8 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             loss: this replica's loss of the step, as a number or a one-element float tensor on any device. It is not
                 read before the round ends. Optional where :meth:`observe` is used, or auto-LR is off.
         """
-        loop = self._loop
-        if loop is not None and not self._is_initial:
+        if self._loop is not None and not self._is_initial:
+            loop = self._rounds
             if loss is not None:
                 loop.observe(loss)
             step, total_steps = self.last_epoch + 1, self.total_steps
@@ -327,14 +335,16 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         if of_torch:
             state_dict = _from_torch(state_dict)
         check_version(state_dict)
+        rounds = self._rounds
         before = {key: getattr(self, key) for key in (*_SCHEDULE_KEYS, "last_epoch", "_step_count")}
         try:
             self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
             schedule = mapping_of(state_dict["schedule"], "schedule")
             self.__dict__.update({key: copy.deepcopy(schedule[key]) for key in _SCHEDULE_KEYS})
-            self._check_schedule()
+            groups = self.optimizer.param_groups
+            self._check_schedule(groups if of_torch else groups[: num_scheduled(state_dict["rounds"], len(groups))])
             if not of_torch:
-                self._rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
+                rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
         except Exception as error:
             self.__dict__.update(before)
             raise cannot_load(error) from error
@@ -342,9 +352,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         if self.last_epoch >= 0:  # inside SequentialLR, before its turn, a schedule is at -1
             self._refresh()
 
-    def _check_schedule(self) -> None:
-        """Raise where a loaded schedule does not fit the optimizer or cannot be computed."""
-        check_one_cycle_state(self, self.optimizer.param_groups)
+    def _check_schedule(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise where a loaded schedule does not fit these param groups or cannot be computed."""
+        check_one_cycle_state(self, groups)
         if self._decay != "schedule" and self._decay_from >= self.total_steps:
             raise ValueError(f"decay sets in at step {self._decay_from}, but the state ends at {self.total_steps}")
         if self.last_epoch >= 0:
