@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +56,16 @@ class Net(nn.Module):
 class Run:
     """A net of which the head trains first."""
 
-    def __init__(self, make: Callable[[nn.Module, Optimizer], Any], *, ddp: bool = False, joined: bool = False) -> None:
+    def __init__(
+        self,
+        make: Callable[[nn.Module, Optimizer], Any],
+        *,
+        ddp: bool = False,
+        joined: bool = False,
+        frozen: bool = False,
+    ) -> None:
         self.net = Net()
+        self.net.backbone.requires_grad_(not frozen)
         self.model = DistributedDataParallel(self.net, find_unused_parameters=True) if ddp else self.net
         self.net.backbone.requires_grad_(False)
         self.optimizer = torch.optim.SGD(self.net.head.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -260,6 +269,21 @@ def _replicas(name: str) -> dict[str, Any]:
 def _all() -> dict[str, Any]:
     torch.set_num_threads(1)
     return {name: _replicas(name) for name in REPLICAS}
+
+
+def _frozen_too_early() -> list[str]:
+    run = Run(REPLICAS["gradient"](), ddp=True, frozen=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.join(lr=0.01)
+        run.train(2)
+    return [str(w.message) for w in caught if "drift apart" in str(w.message)]
+
+
+def test_gradients_that_ddp_does_not_average_are_warned_of() -> None:
+    for said in launch(_frozen_too_early, 2, timeout_s=100):
+        assert len(said) == 1
+        assert "averages the gradients of 2 tensors, but 4 are trained" in said[0]
 
 
 @pytest.fixture(scope="module")

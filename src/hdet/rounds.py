@@ -171,6 +171,8 @@ class RoundLoop:
             self.rollback.add(self.weights)
         for each in self.board:
             each.add_groups()
+        if self._make_local is ExitStack:
+            self.weights.warn_if_not_shared()
         self._update_factors()
         self._land()  # a mean on its way has no part of theirs
 
