@@ -71,6 +71,9 @@ class AutoLR(RoundFace, LRScheduler):
     AutoLR is the only one to step the schedule and to write learning rates: it goes around SequentialLR and
     ChainedScheduler, never inside, and a learning rate that something else has changed is an error.
 
+    A param group that is added in mid-run starts with the learning rate it is given, or the first group's, and follows
+    the first group's schedule from there, in proportion.
+
     Args:
         schedule: any LRScheduler but ReduceLROnPlateau, already constructed. AutoLR steps it.
         model: for buffers, and parameters that another optimizer trains.
