@@ -19,7 +19,6 @@ from hdet.operations import PLAIN, Operations
 from hdet.outer import OuterStep, StatePolicy
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
-from hdet.round_state import num_scheduled
 from hdet.schedulers.arguments import check_explorer, check_parts
 from hdet.schedulers.assembly import AnchorChoice, Device, Gradients, agree, common_facts, make_board, make_loop
 from hdet.schedulers.face import (
@@ -280,8 +279,8 @@ class Explorer(RoundFace):
         check_version(state_dict)
         try:
             step = whole_of(state_dict["step"], "step")
-            rounds, num_groups = self._rounds, len(self.optimizer.param_groups)
-            lrs = lrs_of(state_dict["base_lrs"], "base_lrs", num_scheduled(state_dict["rounds"], num_groups))
+            rounds = self._rounds
+            lrs = lrs_of(state_dict["base_lrs"], "base_lrs", rounds.num_scheduled(state_dict["rounds"]))
             rounds.load_state_dict(state_dict["rounds"], step=step)
         except Exception as error:
             raise cannot_load(error) from error

@@ -93,16 +93,6 @@ def joined_of(state: Any) -> list[float]:
     return joined
 
 
-def num_scheduled(state: Any, num_groups: int) -> int:
-    """How many of the optimizer's param groups, the first ones, the schedule of a saved state knows."""
-    found = num_groups - len(joined_of(state))
-    if found < 1:
-        raise ValueError(
-            f"joined must leave out the first of {num_groups} param groups, but got {num_groups - found} of them"
-        )
-    return found
-
-
 def _unpack_signal(packed: Any, num_ranks: int) -> FloatArray | None:
     """The losses of an unfinished round, by replica; None where there are none."""
     if packed is None:

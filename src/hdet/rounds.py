@@ -33,7 +33,7 @@ from hdet.outer import OuterStep, StatePolicy, state_tensors
 from hdet.quarantine import pack_quarantine
 from hdet.replicas import Replicas, shape_digest
 from hdet.rollback import CUT, Rollback
-from hdet.round_state import NO_ROLLBACK, pack_signal, read_round
+from hdet.round_state import NO_ROLLBACK, joined_of, pack_signal, read_round
 from hdet.sharding import as_saved, local_tensor
 from hdet.signal import Loss, LossMeter
 from hdet.spread import FloatArray
@@ -532,6 +532,13 @@ class RoundLoop:
             "outer": self.outer.state_dict(parameters),
             "quarantine": pack_quarantine(self.together.quarantine_state),
         }
+
+    def num_scheduled(self, state: Any) -> int:
+        """How many of the param groups, the first ones, the schedule of a saved state knows."""
+        num_groups, num_joined = len(self.knob_of_group), len(joined_of(state))
+        if num_joined >= num_groups:
+            raise ValueError(f"joined must leave out the first of {num_groups} param groups, but got {num_joined}")
+        return num_groups - num_joined
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from ``state``; on another number of replicas with a new spread around the same base values."""

@@ -26,7 +26,6 @@ from hdet.knobs import Knob
 from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
-from hdet.round_state import num_scheduled
 from hdet.schedulers.arguments import check_auto_lr, check_parts, check_total_steps
 from hdet.schedulers.assembly import (
     FIRST_SCALES,
@@ -354,7 +353,7 @@ class AutoLR(RoundFace, LRScheduler):
         try:
             last_epoch = whole_of(state_dict["last_epoch"], "last_epoch")
             lrs, groups = state_dict["schedule_lrs"], len(self.optimizer.param_groups)
-            known = num_scheduled(state_dict["rounds"], groups)
+            known = rounds.num_scheduled(state_dict["rounds"])
             if isinstance(lrs, (list, tuple)) and len(lrs) != known:
                 found = len(lrs) + groups - known
                 raise ValueError(f"the optimizer has {groups} param groups, but got a state with {found}")

@@ -19,7 +19,6 @@ from hdet.knobs import Knob, Momentum
 from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
-from hdet.round_state import num_scheduled
 from hdet.schedulers.arguments import check_last_epoch, check_one_cycle, check_parts
 from hdet.schedulers.assembly import Gradients, agree, auto_settings, common_facts, make_board, make_loop, warn_if_alone
 from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, follow_momentum, refuse_second
@@ -342,7 +341,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             schedule = mapping_of(state_dict["schedule"], "schedule")
             self.__dict__.update({key: copy.deepcopy(schedule[key]) for key in _SCHEDULE_KEYS})
             groups = self.optimizer.param_groups
-            self._check_schedule(groups if of_torch else groups[: num_scheduled(state_dict["rounds"], len(groups))])
+            self._check_schedule(groups if of_torch else groups[: rounds.num_scheduled(state_dict["rounds"])])
             if not of_torch:
                 rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
         except Exception as error:
