@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "round_state": {"spread", "checks", "guard", "quarantine", "replicas", "saved", "gradient_signal"},
     "rounds": {*MATHS, *LOOP, "converge", "meeting", "together", "round_state"},
     "schedulers.assembly": {*MATHS, *LOOP, "probe", "rounds", "snapshot"},
-    "schedulers.face": {*MATHS, "rounds", "schedulers.arguments"},
+    "schedulers.face": {*MATHS, "rounds", "schedulers.arguments", "schedulers.states"},
     "schedulers.arguments": {"checks"},
     "schedulers.states": {"checks"},
     "schedulers.one_cycle": {*MATHS, *FACE},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,110 @@ def test_without_a_schedule_the_learning_rate_is_one() -> None:
     assert callback.scheduler.last_epoch == 4
     assert callback.scheduler.total_steps == 4
     assert "save_checkpoint" not in vars(trainer)
+
+
+# -- other callbacks -----------------------------------------------------------------------------------------------
+
+
+class Unfreeze(pl.callbacks.BaseFinetuning):
+    """The first layer joins in the second epoch, at a tenth of the learning rate."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self.freeze(pl_module.inner.layers[0])  # not before DistributedDataParallel has seen it
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.inner.layers[0], optimizer)
+        elif epoch > 1:
+            self.make_trainable(pl_module.inner.layers[0])  # after a resume
+
+
+def _finetune(order: str, folder: str = "", *, resume: bool = False, **trainer: Any) -> dict[str, Any]:
+    from hdet.integrations.lightning import HDETCallback
+
+    module = _module(None)
+    lrs: list[list[float]] = []
+
+    def configure_optimizers() -> Any:
+        optimizer = torch.optim.SGD(module.inner.layers[2].parameters(), lr=0.05)
+        optimizer.register_step_post_hook(lambda o, *_: lrs.append([float(group["lr"]) for group in o.param_groups]))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module.configure_optimizers = configure_optimizers
+    callback = HDETCallback(interval=3, first_scale=0.5)
+    callbacks: list[Any] = [Unfreeze(), callback] if order == "after" else [callback, Unfreeze()]
+    if folder:
+        callbacks.append(pl.callbacks.ModelCheckpoint(folder, save_top_k=-1, filename=order + "-{epoch}"))
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": bool(folder)}
+    where = {"accelerator": "cpu", "devices": 1, **trainer}
+    fit = pl.Trainer(**where, max_epochs=3, logger=False, callbacks=callbacks, **quiet)
+    data = torch.utils.data.DataLoader(task.Samples(20), batch_size=4, shuffle=False)
+    fit.fit(module, data, ckpt_path=f"{folder}/{order}-epoch=1.ckpt" if resume else None)
+    assert callback.scheduler is not None
+    return {"lrs": lrs, "weights": module.inner.flat(), "values": len(callback.scheduler.history[-1].base_values)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_layers_that_basefinetuning_unfreezes_train_along_and_resume(order: str, tmp_path: Path) -> None:
+    whole = _finetune(order, str(tmp_path))
+    assert [len(lrs) for lrs in whole["lrs"]] == [1] * 5 + [2] * 10
+    assert [lrs[1] / lrs[0] for lrs in whole["lrs"][5:]] == pytest.approx([0.1] * 10)
+    assert whole["values"] == 2
+    resumed = _finetune(order, str(tmp_path), resume=True)
+    assert resumed["lrs"] == whole["lrs"][10:]
+    assert resumed["weights"] == whole["weights"]
+
+
+def _finetune_on_two() -> dict[str, Any]:
+    task.pretend_torchrun()
+    strategy = pl.strategies.DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
+    return _finetune("after", devices=2, strategy=strategy)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_basefinetuning_on_two_processes() -> None:
+    one, two = launch(_finetune_on_two, 2, timeout_s=100)
+    assert one["lrs"] == two["lrs"]
+    assert [len(lrs) for lrs in one["lrs"]][-1] == 2
+    assert one["weights"] == two["weights"]
+
+
+def _average(settings: dict[str, Any]) -> dict[str, Any]:
+    from hdet.integrations.lightning import HDETCallback
+
+    callback = HDETCallback(**settings)
+    swa = pl.callbacks.StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=pl.strategies.DDPStrategy(process_group_backend="gloo"), max_epochs=4,
+        logger=False, callbacks=[callback, swa], **quiet,
+    )  # fmt: skip
+    module = _module(None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, torch.utils.data.DataLoader(task.Samples(40), batch_size=4, shuffle=False))
+    assert callback.scheduler is not None
+    return {
+        "said": [str(w.message) for w in caught if "HDETCallback" in str(w.message)],
+        "rounds": len(callback.scheduler.history),
+        "weights": module.inner.flat(),
+    }
+
+
+def _average_both() -> dict[str, Any]:
+    task.pretend_torchrun()
+    return {"gradient": _average(task.GRADIENT), "apart": _average(task.APART)}
+
+
+def test_stochasticweightaveraging_takes_over_with_a_warning() -> None:
+    for replica in launch(_average_both, 2, timeout_s=100):
+        for name, found in replica.items():
+            assert len(found["said"]) == 1, name
+            assert "ends at step 5: the Trainer's schedule is ['SWALR'] now, no longer AutoLR" in found["said"][0]
+            assert found["rounds"] > 0

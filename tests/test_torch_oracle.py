@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
@@ -144,18 +143,6 @@ def test_last_epoch_continues_a_schedule(name: str) -> None:
         return type(first)(optimizer, **given, last_epoch=first.last_epoch)
 
     _same(later, _still(later), _run)
-
-
-@pytest.mark.parametrize("name", ["StepLR", "OneCycleLR", "LambdaLR"])
-def test_another_param_group_is_refused_in_words(name: str) -> None:
-    """Some of torch's schedules take one, others fail in some way; AutoLR has no anchor for it."""
-    for act in ("optimizer", "scheduler"):
-        optimizer = make_optimizer()
-        scheduler = _still(SCHEDULES[name])(optimizer)
-        take_step(optimizer, scheduler)
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-        with pytest.raises(ValueError, match=r"^param groups must all be there when the scheduler is constructed, but"):
-            (optimizer if act == "optimizer" else scheduler).step()
 
 
 # -- OneCycleAutoLR ---------------------------------------------------------------------------------------------------

@@ -38,6 +38,12 @@ class Anchor:
         for copy, p in zip(self.copies, found, strict=True):
             copy.copy_(p, non_blocking=True)
 
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Anchor parameters that join later where they are now."""
+        more = Anchor(device=self.device, dtype=self.dtype)
+        more.renew(parameters)
+        self.copies += more.copies
+
     @torch.no_grad()
     def place_(self, parameters: Sequence[Tensor], multipliers: Sequence[float]) -> None:
         """Eq. 11: each parameter, at the mean, moves to A + rho (mean - A)."""

@@ -21,7 +21,15 @@ from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_explorer, check_parts
 from hdet.schedulers.assembly import AnchorChoice, Device, Gradients, agree, common_facts, make_board, make_loop
-from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, lrs_of, write_lr
+from hdet.schedulers.face import (
+    STATE_VERSION,
+    RoundFace,
+    cannot_load,
+    check_version,
+    lrs_of,
+    refuse_second,
+    write_lr,
+)
 from hdet.signal import Loss
 
 LR_OPTIMISM = 0.75
@@ -41,7 +49,8 @@ class Explorer(RoundFace):
         model: the model that is trained, wrapped in DistributedDataParallel if it is.
         optimizer: its optimizer.
         knobs: of :mod:`hdet.knobs`. Without a ``LearningRate`` among them the learning rate is left alone, so any
-            scheduler may drive it. With none at all and local gradients this is local SGD, or DiLoCo.
+            scheduler of torch's may drive it; AutoLR and OneCycleAutoLR take knobs themselves. With none at all and
+            local gradients this is local SGD, or DiLoCo.
         interval: T, optimizer steps of a round.
         gradients: ``"shared"``: averaged in every step, as DistributedDataParallel does. ``"local"``: not at all inside
             a round, which cuts communication by a factor of T; replicas then see the effect of every knob.
@@ -125,6 +134,7 @@ class Explorer(RoundFace):
             "seed": seed,
         }
         check_explorer(arguments)
+        refuse_second(optimizer)
         outer = outer if isinstance(outer, OuterStep) else OuterStep(outer)
         rates = [knob for knob in knobs if isinstance(knob, LearningRate)]
         if len(rates) > 1:
@@ -235,9 +245,13 @@ class Explorer(RoundFace):
             loop = self._rounds
             scales = loop.steering.scales[loop.knob_of_group].tolist()
             factors = scales if loop.finished or loop._inside_converged else loop.factors
-            for group, lr, factor in zip(self.optimizer.param_groups, self._base_lrs, factors, strict=True):
-                write_lr(group, lr * factor)
+            lrs = loop.of_all(self._base_lrs)
+            for group, lr, factor in zip(self.optimizer.param_groups, lrs, factors, strict=True):
+                write_lr(group, float(lr * factor))
             self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _first_lr(self) -> float:
+        return self._base_lrs[0]
 
     def _in_charge(self) -> bool:
         return self._rounds.active
@@ -268,8 +282,9 @@ class Explorer(RoundFace):
         with self._rounds.lock:
             try:
                 step = whole_of(state_dict["step"], "step")
-                lrs = lrs_of(state_dict["base_lrs"], "base_lrs", len(self._base_lrs))
-                self._rounds.load_state_dict(state_dict["rounds"], step=step)
+                rounds = self._rounds
+                lrs = lrs_of(state_dict["base_lrs"], "base_lrs", rounds.num_scheduled(state_dict["rounds"]))
+                rounds.load_state_dict(state_dict["rounds"], step=step)
             except Exception as error:
                 raise cannot_load(error) from error
             self.last_epoch, self._base_lrs = step, lrs

@@ -51,12 +51,20 @@ class GradientSignal:
     def __init__(self, anchor: Anchor, knob_of_group: list[int], *, sample_every: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.anchor = anchor
-        self.knob_of_group = knob_of_group
+        self.knob_of_group = list(knob_of_group)
         self.num_knobs = max(knob_of_group) + 1
         self.sample_every = sample_every
         self.num_calls = 0
         self.samples: FloatArray = np.empty((0, self.num_knobs))
         self._rows: list[Tensor] = []
+
+    def add_group(self, knob: int) -> None:
+        """One more param group, of a knob that may be new: there are no samples of it yet."""
+        self.knob_of_group.append(knob)
+        if knob == self.num_knobs:
+            self.num_knobs += 1
+            self.samples = np.pad(self.samples, ((0, 0), (0, 1)), constant_values=math.nan)
+            self._rows = [torch.cat([row, row.new_full((1,), math.nan)]) for row in self._rows]
 
     @torch.no_grad()
     def sample(self, optimizer: Optimizer) -> None:

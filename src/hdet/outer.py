@@ -62,6 +62,12 @@ class OuterStep:
             self.centre.renew(parameters)
             self.velocity = [torch.zeros_like(copy) for copy in self.centre.copies]
 
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Parameters that join in mid-run start from where they are, at rest."""
+        if self.centre.copies:
+            self.centre.add(parameters)
+            self.velocity += [torch.zeros_like(copy) for copy in self.centre.copies[len(self.velocity) :]]
+
     def shares(self, losses: FloatArray, healthy: NDArray[np.bool_]) -> FloatArray | None:
         """What each replica counts in the mean, 1 on average over the healthy ones; None for equal shares."""
         finite = np.isfinite(losses) & healthy

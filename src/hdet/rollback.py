@@ -57,6 +57,13 @@ class Rollback:
             self.snapshot.take(self._loaded or weights.local(), optimizer)
             self._loaded = None
 
+    def add(self, weights: Weights) -> None:
+        """Parameters that join in mid-run go back to where they are now."""
+        tensors = weights.local()
+        self.snapshot.add(tensors)
+        if self._loaded is not None:
+            self._loaded |= {key: t.clone() for key, t in tensors.items() if key not in self._loaded}
+
     def keep(self, tensors: Mapping[int, Tensor], optimizer: Optimizer) -> None:
         self.snapshot.take(tensors, optimizer)
 

@@ -30,6 +30,7 @@ class SavedRound(NamedTuple):
         total, weight, num_updates: this replica's part of the signal.
         anchor: this rank's part of the anchor, or nothing.
         samples, num_calls: of the gradient signal.
+        joined: of each param group that joined in mid-run, its share of the first one's learning rate.
         left_at_mean: whether the weights were left at the mean.
         quarantine: what is usual among replicas.
     """
@@ -42,6 +43,7 @@ class SavedRound(NamedTuple):
     anchor: list[Tensor]
     samples: FloatArray
     num_calls: int
+    joined: list[float]
     left_at_mean: bool
     quarantine: QuarantineState
 
@@ -78,9 +80,17 @@ def read_round(
         tensors_of(state["anchor"], parameters, "anchor", "the shapes of the optimizer's parameters"),
         unpack_samples(state["samples"], num_lrs),
         whole_of(state["num_calls"], "num_calls"),
+        joined_of(state),
         flag_of(state["left_at_mean"], "left_at_mean"),
         unpack_quarantine(state["quarantine"]),
     )
+
+
+def joined_of(state: Any) -> list[float]:
+    """For each param group of a saved state that had joined in mid-run, its share of the first one's learning rate."""
+    saved = mapping_of(state, "rounds").get("joined", [])  # older states have none
+    joined: list[float] = numbers_of(saved, "joined", None, low=0, high=1e100).tolist()
+    return joined
 
 
 def _unpack_signal(packed: Any, num_ranks: int) -> FloatArray | None:

@@ -34,7 +34,7 @@ from hdet.outer import OuterStep, StatePolicy, state_tensors
 from hdet.quarantine import pack_quarantine
 from hdet.replicas import Replicas, shape_digest
 from hdet.rollback import CUT, Rollback
-from hdet.round_state import NO_ROLLBACK, pack_signal, read_round
+from hdet.round_state import NO_ROLLBACK, joined_of, pack_signal, read_round
 from hdet.sharding import as_saved, local_tensor
 from hdet.signal import Loss, LossMeter
 from hdet.spread import FloatArray
@@ -54,6 +54,7 @@ class RoundLoop:
         replicas: who takes part.
         steering: multipliers, scales and controller.
         knob_of_group: which of the steering's knobs each param group belongs to.
+        one_scale: whether param groups that join later belong to the first of them, or to new ones.
         interval: T, the optimizer steps of a round.
         acting: the controller acts at rounds that end after the first of these steps, and up to the second.
         anchor: where effects are measured from; None for the last converge.
@@ -77,6 +78,7 @@ class RoundLoop:
         steering: Steering,
         *,
         knob_of_group: list[int],
+        one_scale: bool,
         interval: int,
         acting: tuple[float, float],
         anchor: Anchor | None = None,
@@ -98,6 +100,10 @@ class RoundLoop:
         self.replicas = replicas
         self.steering = steering
         self.knob_of_group = knob_of_group
+        self._one_scale = one_scale
+        self.joined: list[float] = []
+        """Of each param group that joined after the schedule was made, its share of the first one's."""
+        self._joined_shared = True
         self.interval = interval
         self.acting = acting
         self.anchor = anchor
@@ -125,7 +131,9 @@ class RoundLoop:
         self._on_line = anchor is not None and apart and steering.spread > 0
 
         self.meter = LossMeter()
-        self._anchor_shared = self._centre_shared = not apart
+        # From which copy on replicas may differ: they may have started apart. None: they are the same.
+        self._anchor_apart_from: int | None = 0 if apart else None
+        self._centre_apart_from = self._anchor_apart_from
         self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self.sinks: list[Callable[[RoundRecord], object]] = []
         self._converged_step = step
@@ -146,6 +154,40 @@ class RoundLoop:
         """Whether :meth:`schedule_moved` wants to be told."""
         self.write_knobs(at_base=self.finished)
 
+    def add_groups(self) -> None:
+        """Take up param groups that were added to the optimizer: they train along from here."""
+        known, num_copies = len(self.knob_of_group), len(self.anchor.copies) if self.anchor is not None else 0
+        for _ in self.optimizer.param_groups[known:]:
+            knob = 0 if self._one_scale else self.steering.add_lr()
+            self.knob_of_group.append(knob)
+            if self.gradient is not None:
+                self.gradient.add_group(knob)
+        joined = [p for group in self.optimizer.param_groups[known:] for p in group["params"]]
+        if self.anchor is not None and num_copies:
+            self.anchor.add(joined)
+            if self.apart and self._anchor_apart_from is None:
+                self._anchor_apart_from = num_copies
+        if self.apart and self._centre_apart_from is None:
+            self._centre_apart_from = len(self.outer.centre.copies)
+        self.outer.add(joined)
+        if self.rollback is not None:
+            self.rollback.add(self.weights)
+        for each in self.board:
+            each.add_groups()
+        if self._make_local is ExitStack:
+            self.weights.warn_if_not_shared()
+        self._update_factors()
+        self._land()  # a mean on its way has no part of theirs
+
+    def follow(self, share: float) -> None:
+        """The schedule of the next param group that it does not know is ``share`` of the first one's."""
+        self.joined.append(share)
+        self._joined_shared = not self.apart
+
+    def of_all(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """The schedule's values of all param groups, from those of the groups it knows."""
+        return [*schedule, *(share * schedule[0] for share in self.joined)][: len(self.knob_of_group)]
+
     def write_knobs(self, *, at_base: bool) -> None:
         """Give the knobs beside the learning rate their values, this replica's or the shared ones."""
         if len(self.board):
@@ -157,22 +199,12 @@ class RoundLoop:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._check_capture()
-        self.check_groups()
         with self.lock:
             self._begin()
             if self.gradient is not None:
                 self.gradient.sample(self.optimizer)
         if self.operations.skip_nonfinite:
             drop_nonfinite(self.optimizer)
-
-    def check_groups(self) -> None:
-        """Raise where the optimizer has other param groups than when this was made."""
-        found, known = len(self.optimizer.param_groups), len(self.knob_of_group)
-        if found != known:
-            raise ValueError(
-                f"param groups must all be there when the scheduler is constructed, but {known} became {found}; after "
-                "optimizer.add_param_group() make a new schedule, and a new scheduler around it"
-            )
 
     def after_optimizer_step(self) -> None:
         """Count it: replicas that share gradients must take the same steps."""
@@ -210,8 +242,9 @@ class RoundLoop:
     def schedule_moved(self, old: Sequence[float | Tensor], new: Sequence[float | Tensor]) -> None:
         """Eq. 13: tell the gate that the schedule alone went from ``old`` to ``new``, by param group."""
         ratios = np.zeros(len(self.steering.scales))
-        for knob, before, after in zip(self.knob_of_group, old, new, strict=True):
-            ratios[knob] = math.log(float(after) / float(before)) if before > 0 and after > 0 else 0.0
+        for knob, before, after in zip(self.knob_of_group, self.of_all(old), self.of_all(new), strict=True):
+            if before > 0 and after > 0:
+                ratios[knob] = math.log(float(after) / float(before))
         self.steering.rise(ratios)
         self._update_factors()
 
@@ -234,10 +267,10 @@ class RoundLoop:
         self._land()
         if not self.active or not (last or step % self.interval == 0):
             return False
-        self._end_round(step, np.array([float(value) for value in schedule]), last=last)
+        self._end_round(step, schedule, last=last)
         return True
 
-    def _end_round(self, step: int, schedule: FloatArray, *, last: bool) -> None:
+    def _end_round(self, step: int, scheduled: Sequence[float | Tensor], *, last: bool) -> None:
         started = time.perf_counter()
         self._begin()  # a GradScaler may have skipped every step so far
         steering = self.steering
@@ -246,6 +279,7 @@ class RoundLoop:
         probe = self.board.evaluate(steering.positions(self._index), steering.positions()) if has_probe else math.nan
         needs_losses = acting and not has_probe and self._learns_from_losses()
         table = self._compare_notes(step, losses_required=needs_losses, probe=probe)
+        schedule = np.array([float(value) for value in self.of_all(scheduled)])
         replicas, slopes = self.replicas, None
         if self.gradient is not None:
             slopes = self.gradient.drain(replicas.group, replicas.device, replicas.parts)
@@ -273,7 +307,7 @@ class RoundLoop:
             if new_anchor:
                 assert self.anchor is not None
                 self.anchor.renew(self.weights.anchored())
-                self._anchor_shared = True
+                self._anchor_apart_from = None
             if self.rollback is not None and self.together.flight is None:
                 self.rollback.keep(self.weights.local(), self.optimizer)
         panel = info.pop("panel", {})
@@ -322,7 +356,7 @@ class RoundLoop:
         """Eq. 3 at the end of a round. Returns the replicas' distance from their mean, and whose mean it is."""
         index = self.steering.round_index
         renews = self.anchor is not None and self.anchor_rounds is not None and (index + 1) % self.anchor_rounds == 0
-        begun = self._centre_shared and (self.anchor is None or self._anchor_shared)
+        begun = self._centre_apart_from is None and (self.anchor is None or self._anchor_apart_from is None)
         at_once = at_once or renews or not begun or not healthy.all()
         distance, averaged = self.together.meet(step, healthy, signal, round_index=index, at_once=at_once)
         if self.together.flight is not None:
@@ -330,10 +364,10 @@ class RoundLoop:
             return distance, averaged
         if averaged == "all":
             self._converged_step = step
-        if not self._centre_shared:
-            # Replicas may have started apart: they go on from one place.
-            mean_(self.outer.centre.copies, self.replicas, [True] * self.replicas.count)
-            self._centre_shared = True
+        if self._centre_apart_from is not None:
+            # They go on from one place.
+            mean_(self.outer.centre.copies[self._centre_apart_from :], self.replicas, [True] * self.replicas.count)
+            self._centre_apart_from = None
         self.outer.apply_(self.weights.anchored())
         return distance, averaged
 
@@ -379,11 +413,11 @@ class RoundLoop:
             return
         if self.anchor_rounds is not None and self.steering.round_index % self.anchor_rounds == 0:
             self.anchor.renew(self.weights.anchored())
-            self._anchor_shared = True
-        elif not self._anchor_shared:
+            self._anchor_apart_from = None
+        elif self._anchor_apart_from is not None:
             # Replicas may have started apart (a warm noisy start): the line needs one anchor for all.
-            mean_(self.anchor.copies, self.replicas, [True] * self.replicas.count)
-            self._anchor_shared = True
+            mean_(self.anchor.copies[self._anchor_apart_from :], self.replicas, [True] * self.replicas.count)
+            self._anchor_apart_from = None
 
     def _place(self) -> None:
         """Eq. 11. The weights are at the centre when this is called."""
@@ -462,6 +496,10 @@ class RoundLoop:
             self.replicas, note, losses_required=losses_required, updates_alike=alike, num_steps=num_steps
         )
         self._shared_signal = np.stack([table["totals"], table["weights"], table["num_updates"]])
+        if not self._joined_shared:
+            # Each has taken up new param groups by its own learning rates, which differ.
+            self.joined = self.replicas.gather(self.joined, step=step).mean(axis=(0, 1)).tolist()
+            self._joined_shared = True
         return table
 
     def _digest(self) -> int:
@@ -522,10 +560,18 @@ class RoundLoop:
             "num_calls": self.gradient.num_calls if self.gradient is not None else 0,
             "samples": self.gradient.samples.tolist() if self.gradient is not None else [],
             "anchor": [as_saved(copy, p) for copy, p in zip(anchor, parameters, strict=bool(anchor))],
+            "joined": list(self.joined),
             "knobs": self.board.starts(),
             "outer": self.outer.state_dict(parameters),
             "quarantine": pack_quarantine(self.together.quarantine_state),
         }
+
+    def num_scheduled(self, state: Any) -> int:
+        """How many of the param groups, the first ones, the schedule of a saved state knows."""
+        num_groups, num_joined = len(self.knob_of_group), len(joined_of(state))
+        if num_joined >= num_groups:
+            raise ValueError(f"joined must leave out the first of {num_groups} param groups, but got {num_joined}")
+        return num_groups - num_joined
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from ``state``; on another number of replicas with a new spread around the same base values."""
@@ -541,7 +587,9 @@ class RoundLoop:
         self.steering.set_bounds(self.board.bounds())
         self.outer.load_state_dict(state["outer"], parameters)
         # A checkpoint is one model: what follows need not bring replicas together first.
-        self._centre_shared = self._centre_shared or self.outer.kind != "nesterov" or bool(self.outer.centre.copies)
+        if self.outer.kind != "nesterov" or self.outer.centre.copies:
+            self._centre_apart_from = None
+        self.joined, self._joined_shared = saved.joined, True
         if self.finished:
             self._local = self._make_local()
         self.finished = False
@@ -564,7 +612,7 @@ class RoundLoop:
                 self.anchor.renew(parameters)
                 for copy, value in zip(self.anchor.copies, saved.anchor, strict=True):
                     copy.copy_(value)
-                self._anchor_shared = True
+                self._anchor_apart_from = None
                 if not saved.left_at_mean:
                     self._place()
         self._left_at_mean = saved.left_at_mean

@@ -53,6 +53,11 @@ class Snapshot:
             state[index] = {name: self._kept(before.get(name), value) for name, value in live.items()}
         self._last = _Copy(kept, state)
 
+    def add(self, tensors: Mapping[int, Tensor]) -> None:
+        """Put what the copies do not hold yet into them, as it is now: parameters that join in mid-run."""
+        for kept in filter(None, (self._last, self._proven)):
+            kept.tensors.update({key: self._copy(t) for key, t in tensors.items() if key not in kept.tensors})
+
     @torch.no_grad()
     def restore(self, tensors: Tensors, optimizer: Optimizer) -> None:
         """Bring back the proven copy; the last one is dropped. What was not copied then stays as it is."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hdet.checks import flags_of, mapping_of, numbers_of, shown, whole_of
-from hdet.controllers.base import Controller, Evidence, pack_state, unpack_state
+from hdet.controllers.base import Controller, Evidence, grown, pack_state, unpack_state
 from hdet.spread import FloatArray, assign, fan_out
 
 MAX_FALL = 2.0
@@ -144,6 +144,30 @@ class Steering:
         base = np.log(self.scales)[:, None]
         inside = np.clip(base + offsets, np.log(self.low)[:, None], np.log(self.high)[:, None]) - base
         self.multipliers = 1.0 + np.where(self.is_lr[:, None], offsets, inside)
+
+    def add_lr(self) -> int:
+        """One more learning rate, of a param group that joins: it starts at the mean of the others. Returns its row."""
+        row = self.num_lrs
+        before = slice(0, row)
+        self.num_lrs += 1
+        self.scales = np.insert(self.scales, row, math.exp(float(np.log(self.scales[before]).mean())))
+        self.low = np.insert(self.low, row, self.scale_bounds[0])
+        self.high = np.insert(self.high, row, self.scale_bounds[1])
+        self.is_lr = np.insert(self.is_lr, row, True)
+        self.openness = np.insert(self.openness, row, self.openness[before].mean())
+        self.rising = np.insert(self.rising, row, self.rising[before].any())
+        self.risen = np.insert(self.risen, row, 0.0)
+        self.fallen = np.insert(self.fallen, row, 0.0)
+        if self.controller is not None:
+            self.state = grown(self.controller, self.state, self.num_lrs, row)
+        if self.panel.controller is not None:
+            self.panel_state = grown(self.panel.controller, self.panel_state, len(self.scales), row)
+        if len(self.panel):
+            # Others must keep theirs until the round ends, and balanced ones depend on their number.
+            self.multipliers = np.insert(self.multipliers, row, 1.0, axis=0)
+        else:
+            self._fan_out()
+        return row
 
     def positions(self, replica: int | None = None) -> FloatArray:
         """Where the panel's knobs stand on a replica; None for their base."""

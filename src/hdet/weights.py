@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -70,6 +71,21 @@ class Weights:
                     f"replicas cannot converge inside DistributedDataParallel.join(), but step {step} is: ranks that "
                     "have run out of data would not take part, and in the end one rank's weights would replace all "
                     "others'. Give every rank the same number of batches, e.g. DistributedSampler(drop_last=True)"
+                )
+
+    def warn_if_not_shared(self) -> None:
+        """DistributedDataParallel never averages gradients of parameters that were frozen when it was constructed."""
+        for module in self.model.modules() if self.model is not None else ():
+            if not isinstance(module, DistributedDataParallel):
+                continue
+            num_trained = sum(p.requires_grad for p in module.parameters())
+            num_shared = module._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
+            if num_trained > num_shared:
+                warnings.warn(
+                    f"DistributedDataParallel averages the gradients of {num_shared} tensors, but {num_trained} are "
+                    "trained: it leaves out those that were frozen when it was constructed, and ranks drift apart in "
+                    "them. Freeze them after it is constructed, with find_unused_parameters=True",
+                    stacklevel=2,
                 )
 
     def local(self) -> dict[int, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from hdet.checks import numbers_of, shown
 from hdet.spread import FloatArray
 
@@ -44,12 +46,28 @@ class Decision(NamedTuple):
 class Controller(Protocol):
     """A pure function of its state and the evidence; the state is a NamedTuple of arrays.
 
-    It may also have ``check_state(state)``, which raises ValueError for a loaded state it could not have made.
+    It may also have ``check_state(state)``, which raises ValueError for a loaded state it could not have made, and
+    ``insert(index)``, which makes room where it has settings for each knob and one joins.
     """
 
     def init(self, num_knobs: int) -> Any: ...
 
     def update(self, state: Any, evidence: Evidence) -> tuple[Any, Decision]: ...
+
+
+def grown(controller: Controller, state: Any, num_knobs: int, index: int) -> Any:
+    """The state with room for one more knob at ``index``, of which nothing is known yet."""
+    insert: Any = getattr(controller, "insert", None)
+    if insert is not None:
+        insert(index)
+    rows = [k for k in range(num_knobs) if k != index]
+    arrays = {}
+    for name, value in controller.init(num_knobs)._asdict().items():
+        old = getattr(state, name)
+        places = [rows if n == m + 1 else range(m) for n, m in zip(value.shape, old.shape, strict=True)]
+        value[np.ix_(*places)] = old
+        arrays[name] = value
+    return type(state)(**arrays)
 
 
 def pack_state(state: Any) -> dict[str, list[float]]:

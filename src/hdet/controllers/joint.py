@@ -80,6 +80,11 @@ class JointController:
         square = np.zeros((num_knobs, num_knobs))
         return JointState(square, square.copy(), np.zeros(num_knobs), np.zeros(1), np.zeros(1), np.zeros(1))
 
+    def insert(self, index: int) -> None:
+        """Make room for one more knob, like the one before it."""
+        if self.optimism.ndim:
+            self.optimism = np.insert(self.optimism, index, self.optimism[index - 1])
+
     def check_state(self, state: JointState) -> None:
         for name in ("gram", "gram_squared"):
             table = getattr(state, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -34,6 +35,9 @@ class HDETCallback(Callback):
     micro-batches, and is not read before a round ends. Validation and every ``trainer.save_checkpoint`` see the mean
     weights. The scheduler's state is the checkpoint's ``lr_schedulers`` entry.
 
+    Param groups that ``BaseFinetuning`` adds train along. ``StochasticWeightAveraging`` puts a schedule of its own in
+    this one's place: HDET ends there, with the mean weights and a warning.
+
     Args:
         make: builds the scheduler around the configured schedule; default AutoLR with ``settings``.
         log: whether to show and log learning rate, scale and z at the end of a round.
@@ -58,6 +62,7 @@ class HDETCallback(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         # The strategy has wrapped the module, and the state of the schedule is restored after this hook.
+        self.scheduler = None  # that of another fit, which may have been interrupted
         config = _config(trainer)
         steps = trainer.estimated_stepping_batches
         total_steps = int(steps) if 0 < steps < math.inf else None
@@ -68,6 +73,20 @@ class HDETCallback(Callback):
         config.scheduler = self.scheduler
         self._interrupted = False
         self._guard_saves(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        configs = trainer.strategy.lr_scheduler_configs
+        hdet = self._hdet
+        if hdet._rounds.finished or any(config.scheduler is hdet for config in configs):
+            return
+        hdet.finish()  # nobody steps it any more, so replicas would stay apart
+        found = [type(config.scheduler).__name__ for config in configs]
+        warnings.warn(
+            f"HDETCallback ends at step {hdet.last_epoch}: the Trainer's schedule is {found or 'none'} now, no longer "
+            f"{type(hdet).__name__}, as StochasticWeightAveraging arranges it in its first epoch. From here on the "
+            "learning rate is not learned; the weights are the mean of the replicas'",
+            stacklevel=2,
+        )
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         # The one hook that has the loss before the schedule is stepped. By now it is divided for accumulation, and

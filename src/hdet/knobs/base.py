@@ -93,6 +93,9 @@ class Knob:
         self.start = math.nan
         """The value at position 0; known once the knob is bound."""
 
+    def add_groups(self) -> None:
+        """Take up param groups that were added to the optimizer, with what they were given as their start."""
+
     def bind(self, optimizer: Optimizer) -> None:
         """Meet the optimizer, and take the present value as the start."""
         found = self._get()

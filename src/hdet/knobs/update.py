@@ -36,6 +36,11 @@ class _GroupKnob(Knob):
         self._values, self._first = values, first
         super().bind(optimizer)
 
+    def add_groups(self) -> None:
+        assert self._optimizer is not None
+        joined = self._optimizer.param_groups[len(self._values) :]
+        self._values += [self._read_group(group) for group in joined]
+
     def _read_group(self, group: dict[str, Any]) -> float:
         if self.field not in group:
             raise ValueError(f"{self.name} is no setting of this optimizer: its param groups have {sorted(group)}")

@@ -163,6 +163,7 @@ def make_loop(
         replicas,
         steering,
         knob_of_group=knob_of_group,
+        one_scale=together,
         interval=interval,
         acting=acting,
         anchor=kept,

@@ -25,7 +25,7 @@ from hdet.knobs import Knob
 from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
-from hdet.schedulers.arguments import MAX_LR, check_auto_lr, check_parts, check_total_steps
+from hdet.schedulers.arguments import check_auto_lr, check_parts, check_total_steps
 from hdet.schedulers.assembly import (
     FIRST_SCALES,
     HOLD_SHARE,
@@ -40,8 +40,17 @@ from hdet.schedulers.assembly import (
     starts_cold,
     warn_if_alone,
 )
-from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, lrs_of, write_lr
-from hdet.schedulers.states import all_of, check_lrs, copied, is_torchs, load_schedule, parts_of
+from hdet.schedulers.face import (
+    STATE_VERSION,
+    RoundFace,
+    cannot_load,
+    check_version,
+    follow_momentum,
+    lrs_of,
+    refuse_second,
+    write_lr,
+)
+from hdet.schedulers.states import all_of, check_lrs, copied, is_torchs, leave_out_joined, load_schedule, parts_of
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL
 
@@ -56,6 +65,12 @@ class AutoLR(RoundFace, LRScheduler):
 
     Call ``step(loss)`` after ``optimizer.step()``, as with OneCycleAutoLR. The loss is what the guard watches, and with
     ``signal="loss"`` what is learned from.
+
+    AutoLR is the only one to step the schedule and to write learning rates: it goes around SequentialLR and
+    ChainedScheduler, never inside, and a learning rate that something else has changed is an error.
+
+    A param group that is added in mid-run starts with the learning rate it is given, or the first group's, and follows
+    the first group's schedule from there, in proportion.
 
     Args:
         schedule: any LRScheduler but ReduceLROnPlateau, already constructed. AutoLR steps it.
@@ -162,6 +177,7 @@ class AutoLR(RoundFace, LRScheduler):
         }
         check_auto_lr(arguments)
         optimizer = schedule.optimizer
+        refuse_second(optimizer)
         uses_loss = signal == "loss"
         kind: Literal["loss", "gradient"] = "loss" if uses_loss else "gradient"
         board = make_board(knobs, probe, model, optimizer, gradients)
@@ -180,12 +196,13 @@ class AutoLR(RoundFace, LRScheduler):
         self.optimizer = optimizer
         self.total_steps = math.inf if total_steps is None else total_steps
         parts = parts_of(schedule)
-        self.last_epoch = self._steps_of_schedule()
+        self._step = self._schedule_step = self._steps_of_schedule()
         self.base_lrs = [float(lr) for lr in parts[0].base_lrs]
         # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
         for part in parts:
             part.base_lrs = [float(lr) for lr in part.base_lrs]
-        self._schedule_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._schedule_lrs = lrs[: len(self.base_lrs)]
         cold = starts_cold(total_steps, interval)
         if first_scale is None:
             first_scale = FIRST_SCALES[kind] if cold else 1.0
@@ -199,7 +216,7 @@ class AutoLR(RoundFace, LRScheduler):
             acting=(start_steps, math.inf if total_steps is None else (1 - hold_share) * total_steps),
             scale_bounds=scale_bounds,
             seed=seed,
-            step=self.last_epoch,
+            step=self._step,
             together=together,
             gated=cold if gated is None else gated,
             first_scale=first_scale,
@@ -216,10 +233,26 @@ class AutoLR(RoundFace, LRScheduler):
             gradients=gradients,
             operations=operations,
         )
+        for lr in lrs[len(self.base_lrs) :]:  # of groups that were added after the schedule was made
+            loop.follow(lr / lrs[0] if lrs[0] > 0 else 1.0)
         self._attach(optimizer, loop)
         self._refresh()
 
     # -- training -----------------------------------------------------------------------------------------------
+
+    @property
+    def last_epoch(self) -> int:
+        """Optimizer steps taken, under the name that torch's schedulers have for it."""
+        return self._step
+
+    @last_epoch.setter
+    def last_epoch(self, value: int) -> None:
+        # SequentialLR does this when it is constructed, to start its parts over when it is their turn.
+        raise RuntimeError(
+            f"AutoLR counts its own steps, but was set from step {self._step} to {value}, as SequentialLR does with "
+            "what is inside it. Put AutoLR around it, AutoLR(SequentialLR(optimizer, [warmup, cosine], "
+            "milestones=[...])), and call step(loss) of AutoLR"
+        )
 
     def step(self, loss: Loss | None = None) -> None:
         """Advance the schedule by one optimizer step; end the round when it is due.
@@ -230,16 +263,16 @@ class AutoLR(RoundFace, LRScheduler):
         """
         loop = self._rounds
         self._refuse_repeats()
-        loop.check_groups()
         with loop.lock:
-            step = self.last_epoch + 1
+            step = self._step + 1
+            self._check_alone(wait=step % loop.interval == 0)
             if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
                 self.schedule.step()  # raises, before anything has changed
             if loss is not None:
                 loop.observe(loss)
             loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
             self._advance_schedule()
-            self.last_epoch = step
+            self._step = step
             self._refresh()
 
     @property
@@ -251,6 +284,21 @@ class AutoLR(RoundFace, LRScheduler):
     def _step_count(self, value: int) -> None:
         """Accelerate counts micro-batches here, too; the steps of AutoLR are the optimizer's."""
 
+    def _check_alone(self, *, wait: bool) -> None:
+        """Raise where something else has stepped the schedule, or written a learning rate."""
+        found = self._steps_of_schedule()
+        if found != self._schedule_step:
+            name = type(self.schedule).__name__
+            raise RuntimeError(
+                f"AutoLR steps the {name} it wraps, but something else has taken it from step {self._schedule_step} to "
+                f"{found}; delete schedule.step() from the loop, and load the state of AutoLR, not that of the {name}"
+            )
+        advice = (
+            "AutoLR wraps all of a run's schedules: AutoLR(ChainedScheduler([...])), AutoLR(SequentialLR(...)), and a "
+            "LambdaLR for what is changed by hand; call step() of AutoLR alone"
+        )
+        self._refuse_foreign_lr(wait=wait, advice=advice)
+
     def _steps_of_schedule(self) -> int:
         schedule: Any = self.schedule
         while not hasattr(schedule, "last_epoch"):  # ChainedScheduler counts through its parts
@@ -259,23 +307,30 @@ class AutoLR(RoundFace, LRScheduler):
 
     def _advance_schedule(self) -> None:
         """One step of the schedule among its own values: many compute the next learning rate from the group's last."""
-        groups = self.optimizer.param_groups
-        own = [group["lr"] for group in groups]
-        for group, lr in zip(groups, self._schedule_lrs, strict=True):
-            group["lr"] = lr
-        try:
-            self.schedule.step()
-            new = [float(group["lr"]) for group in groups]
-        finally:
-            for group, lr in zip(groups, own, strict=True):
+        with self._scheduled_groups() as groups:
+            own = [group["lr"] for group in groups]
+            for group, lr in zip(groups, self._schedule_lrs, strict=True):
                 group["lr"] = lr
+            try:
+                self.schedule.step()
+                new = [float(group["lr"]) for group in groups]
+            finally:
+                for group, lr in zip(groups, own, strict=True):
+                    group["lr"] = lr
+        for part in parts_of(self.schedule):
+            follow_momentum(part, self.optimizer.param_groups, len(groups))
         if self._rounds.gated:
             self._rounds.schedule_moved(self._schedule_lrs, new)
         self._schedule_lrs = new
+        self._schedule_step = self._steps_of_schedule()
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
-        return [lr * factor for lr, factor in zip(self._schedule_lrs, self._rounds.factors, strict=True)]
+        loop = self._rounds
+        return [lr * factor for lr, factor in zip(loop.of_all(self._schedule_lrs), loop.factors, strict=True)]
+
+    def _first_lr(self) -> float:
+        return self._schedule_lrs[0]
 
     def _refresh(self) -> None:
         groups = self.optimizer.param_groups
@@ -311,28 +366,32 @@ class AutoLR(RoundFace, LRScheduler):
             self._load(state_dict)
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
-        schedules = all_of(self.schedule)
+        rounds, schedules = self._rounds, all_of(self.schedule)
         before = copied(self.schedule.state_dict()), [dict(vars(each)) for each in schedules]
         try:
             last_epoch = whole_of(state_dict["last_epoch"], "last_epoch")
             lrs, groups = state_dict["schedule_lrs"], len(self.optimizer.param_groups)
-            if isinstance(lrs, (list, tuple)) and len(lrs) != groups:
-                raise ValueError(f"the optimizer has {groups} param groups, but got a state with {len(lrs)}")
-            lrs = lrs_of(lrs, "schedule_lrs", groups, low=-MAX_LR)  # a schedule may pass 0
-            load_schedule(self.schedule, copied(state_dict["schedule"]))
+            known = rounds.num_scheduled(state_dict["rounds"])
+            if isinstance(lrs, (list, tuple)) and len(lrs) != known:
+                found = len(lrs) + groups - known
+                raise ValueError(f"the optimizer has {groups} param groups, but got a state with {found}")
+            lrs = lrs_of(lrs, "schedule_lrs", known)
+            leave_out_joined(schedules, known)
+            load_schedule(self.schedule, copied(state_dict["schedule"]), known)
             if is_torchs(self.schedule):  # a user's own may count, and keep its learning rates, as it likes
                 check_lrs(self.schedule, lrs)
                 steps = self._steps_of_schedule()
                 if steps != last_epoch:
                     raise ValueError(f"the schedule is at step {steps}, but last_epoch is {last_epoch}")
-            self._rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
+            rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
         except Exception as error:
             self.schedule.load_state_dict(before[0])
             for each, values in zip(schedules, before[1], strict=True):
                 vars(each).clear()
                 vars(each).update(values)
             raise cannot_load(error) from error
-        self.last_epoch, self._schedule_lrs = last_epoch, lrs
+        self._step = self._schedule_step = last_epoch
+        self._schedule_lrs = lrs
         self._refresh()
 
 

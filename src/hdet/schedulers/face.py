@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from hdet.checks import numbers_of, shown, whole
 from hdet.history import RoundRecord
 from hdet.rounds import RoundLoop
 from hdet.schedulers.arguments import MAX_LR
+from hdet.schedulers.states import LRS, MOMENTA
 from hdet.signal import Loss
 
 STATE_VERSION = 1
 
 _KEYS = {"AutoLR": "schedule_lrs", "OneCycleAutoLR": "step_count", "Explorer": "step"}
 """What only a state of each class has."""
+
+_schedulers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[RoundFace]] = weakref.WeakKeyDictionary()
 
 
 class RoundFace:
@@ -76,9 +81,10 @@ class RoundFace:
 
         At the end of a round, on every replica; never inside the steps between.
         """
-        groups = self.optimizer.param_groups
-        names = [str(group.get("name", f"group{k}")) for k, group in enumerate(groups)]
-        self._rounds.sinks.append(lambda record: sink(record, names))
+        optimizer = self.optimizer  # not self, which would keep itself alive
+        self._rounds.sinks.append(
+            lambda record: sink(record, [str(g.get("name", f"group{k}")) for k, g in enumerate(optimizer.param_groups)])
+        )
 
     @property
     def history(self) -> list[RoundRecord]:
@@ -88,7 +94,54 @@ class RoundFace:
     @property
     def _rounds(self) -> RoundLoop:
         assert self._loop is not None
+        if len(self.optimizer.param_groups) != len(self._loop.knob_of_group):
+            self._add_groups(self._loop)
         return self._loop
+
+    def _add_groups(self, loop: RoundLoop) -> None:
+        """Take up param groups that have joined: each follows the first one's schedule from the learning rate it has.
+
+        One that was given none has the optimizer's default, which says nothing in mid-run: it is like the first.
+        """
+        groups, known = self.optimizer.param_groups, len(loop.knob_of_group)
+        if len(groups) < known:
+            raise RuntimeError(
+                f"param groups must not be removed from the optimizer, but of {known} there are {len(groups)}; freeze "
+                "their parameters instead, or make a new optimizer and a new scheduler"
+            )
+        loop.add_groups()
+        first = self._first_lr()
+        for group, factor in zip(groups[known:], loop.factors[known:], strict=True):
+            lr = group["lr"]
+            given = lr is not self.optimizer.defaults.get("lr") and first * factor > 0
+            if isinstance(lr, Tensor):
+                group["lr"] = lr.clone()  # it may be the default itself, or another group's
+            share = float(lr) / (first * factor) if given else 1.0
+            loop.follow(share)
+            # What schedules keep there: one that is made after the group is added again, for a resume, looks for it.
+            kept = {key: share * float(groups[0][key]) for key in LRS if key in groups[0]}
+            kept |= {key: groups[0][key] for key in MOMENTA if key in groups[0]}
+            group.update({key: value for key, value in kept.items() if key not in group})
+        if self._in_charge():
+            self._refresh()
+
+    def _first_lr(self) -> float:
+        """What the schedule alone gives the first param group now."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _scheduled_groups(self) -> Iterator[list[dict[str, Any]]]:
+        """The optimizer with the param groups that the schedule knows: torch's have no place for more."""
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        num_joined = len(self._loop.joined) if self._loop is not None else 0
+        known = groups[: len(groups) - num_joined]
+        if num_joined:
+            optimizer.param_groups = known
+        try:
+            yield known
+        finally:
+            if num_joined:
+                optimizer.param_groups = groups
 
     def _warn_if_apart(self) -> None:
         if self._rounds.weights_apart(self.last_epoch):
@@ -123,17 +176,32 @@ class RoundFace:
         lrs = zip(groups, self._last_lr, strict=False)
         return self.last_epoch >= 0 and all(float(g["lr"]) == float(lr) for g, lr in lrs)
 
+    def _refuse_foreign_lr(self, *, wait: bool, advice: str) -> None:
+        """Raise where somebody else has changed a learning rate. Without ``wait``, none is fetched from a device."""
+        for k, (group, mine) in enumerate(zip(self.optimizer.param_groups, self._last_lr, strict=False)):
+            lr = group["lr"]
+            if lr is mine or (isinstance(lr, Tensor) and lr.device.type != "cpu" and not wait):
+                continue
+            if float(lr) != float(mine):
+                name = type(self).__name__
+                raise RuntimeError(
+                    f"the learning rate must be left to {name}, which set it to {float(mine):g} in param group {k}, "
+                    f"but found {float(lr):g}: another scheduler, or a line of the loop, has changed it. {advice}"
+                )
+
     def _attach(self, optimizer: Optimizer, loop: RoundLoop) -> None:
         self._loop = loop
         this = weakref.ref(self)
+        _schedulers[optimizer] = this
 
         in_charge = False
 
         def look(_: Optimizer, state: Any) -> None:
             # Inside SequentialLR it may be another scheduler's turn; then its learning rates stand.
             nonlocal in_charge
-            scheduler = this()
-            in_charge = scheduler is not None and scheduler._in_charge()
+            if (scheduler := this()) is not None:
+                assert scheduler._rounds  # param groups that have joined are taken up with what they were given
+                in_charge = scheduler._in_charge()
 
         def restore_own_lr(_: Optimizer) -> None:
             # torch has restored param_groups from one rank's checkpoint, that rank's learning rate included.
@@ -174,10 +242,39 @@ class RoundFace:
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
         watches = loop.anchor is not None or loop.rollback is not None or loop.operations.skip_nonfinite
         # A compiled step must not trace these: what they count would have to be compiled anew in every step.
-        if watches or loop.outer.kind == "nesterov":
+        if watches or loop.apart:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
         if loop.apart:
             optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
+
+
+def refuse_second(optimizer: Optimizer) -> None:
+    """Raise where a scheduler of ours is at work on this optimizer: both would converge, and write learning rates."""
+    if _working_on(optimizer) is not None:
+        gc.collect()  # it may be garbage already
+    if (other := _working_on(optimizer)) is not None:
+        name = type(other).__name__
+        raise ValueError(
+            f"optimizer must have one scheduler of hdet, but {name} is at work on it, at step {other.last_epoch}; pass "
+            f"knobs= to that one to explore more, call its finish() to end it, or drop it first (`del`) to replace it"
+        )
+
+
+def _working_on(optimizer: Optimizer) -> Any:
+    other: Any = _schedulers.get(optimizer, lambda: None)()
+    if other is None or other._loop.finished or other.last_epoch == other.total_steps:
+        return None
+    return other
+
+
+def follow_momentum(schedule: LRScheduler, groups: Sequence[dict[str, Any]], num_known: int) -> None:
+    """Give param groups that joined later the momentum of the first, where the schedule moves it."""
+    if isinstance(schedule, (OneCycleLR, CyclicLR)) and schedule.cycle_momentum:
+        for group in groups[num_known:]:
+            if schedule.use_beta1:
+                group["betas"] = (groups[0]["betas"][0], *group["betas"][1:])
+            else:
+                group["momentum"] = groups[0]["momentum"]
 
 
 def check_version(state: Mapping[str, Any], kind: str) -> None:

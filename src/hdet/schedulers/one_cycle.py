@@ -21,7 +21,7 @@ from hdet.probe import Probe
 from hdet.replicas import find_replicas
 from hdet.schedulers.arguments import check_last_epoch, check_one_cycle, check_parts
 from hdet.schedulers.assembly import Gradients, agree, auto_settings, common_facts, make_board, make_loop, warn_if_alone
-from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version
+from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, follow_momentum, refuse_second
 from hdet.schedulers.states import check_one_cycle_state
 from hdet.signal import Loss
 from hdet.steering import NO_PANEL
@@ -157,6 +157,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         }
         check_one_cycle(arguments)
         check_last_epoch(last_epoch, optimizer, cycle_momentum)
+        refuse_second(optimizer)
         if cycle_momentum and any(type(knob) is Momentum for knob in knobs):
             raise ValueError("knobs must not contain Momentum while the schedule moves it; pass cycle_momentum=False")
         board = make_board(knobs, probe, model, optimizer, gradients)
@@ -235,18 +236,24 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
-        lrs = super().get_lr()
-        if self._decay != "schedule" and self.last_epoch > self._decay_from:
-            lrs = self._geometric_lrs()
+        with self._scheduled_groups() as groups:
+            lrs = super().get_lr()
+            if self._decay != "schedule" and self.last_epoch > self._decay_from:
+                lrs = self._geometric_lrs()
         old, self._schedule_lrs = self._schedule_lrs, lrs
         if self._loop is None:
             return lrs
+        follow_momentum(self, self.optimizer.param_groups, len(groups))
         if old is not None and self._loop.gated:
             self._loop.schedule_moved(old, lrs)
+        lrs = self._loop.of_all(lrs)
         # One replica has no spread, but may go on with the scale that several have learned.
         if not self._loop.active and all(factor == 1 for factor in self._loop.factors):
             return lrs
         return [lr * factor for lr, factor in zip(lrs, self._loop.factors, strict=True)]
+
+    def _first_lr(self) -> float:
+        return float(self._schedule_lrs[0]) if self._schedule_lrs else 0.0
 
     @property
     def _decay_from(self) -> float:
@@ -268,7 +275,8 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         kept = {key: getattr(self, key) for key in ("cycle_momentum", "last_epoch", "_get_lr_called_within_step")}
         self.__dict__.update(cycle_momentum=False, last_epoch=step, _get_lr_called_within_step=True)
         try:
-            return super().get_lr()
+            with self._scheduled_groups():
+                return super().get_lr()
         finally:
             self.__dict__.update(kept)
 
@@ -292,9 +300,13 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         self._refuse_repeats()
         with loop.lock:
             if not self._is_initial:
+                loop = self._rounds
                 if loss is not None:
                     loop.observe(loss)
                 step, total_steps = self.last_epoch + 1, self.total_steps
+                if loop.active and self._schedule_lrs is not None:  # else it is OneCycleLR, which overwrites all
+                    advice = "OneCycleAutoLR has its own schedule; AutoLR(schedule) goes around any others"
+                    self._refuse_foreign_lr(wait=step % loop.interval == 0, advice=advice)
                 due = step == total_steps or (step < total_steps and loop.needs_end_step(step))  # beyond, torch raises
                 if due and self._schedule_lrs is not None:  # inside SequentialLR a first step only starts the schedule
                     loop.end_step(step, self._schedule_lrs, last=step == total_steps)
@@ -333,6 +345,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             self._load(state_dict, of_torch=of_torch)
 
     def _load(self, state_dict: Mapping[str, Any], *, of_torch: bool) -> None:
+        rounds = self._rounds
         keys = (*_SCHEDULE_KEYS, "last_epoch", "_step_count")
         before = {key: getattr(self, key) for key in keys if hasattr(self, key)}
         try:
@@ -342,9 +355,10 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
                 old = getattr(state_dict["anneal_func"], "__name__", "")
                 schedule["_anneal_func_type"] = getattr(self, "_anneal_func_type", old.removeprefix("_annealing_"))
             self.__dict__.update({key: copy.deepcopy(schedule[key]) for key in _SCHEDULE_KEYS})
-            self._check_schedule()
+            groups = self.optimizer.param_groups
+            self._check_schedule(groups if of_torch else groups[: rounds.num_scheduled(state_dict["rounds"])])
             if not of_torch:
-                self._rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
+                rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
         except Exception as error:
             self.__dict__.update(before)
             raise cannot_load(error) from error
@@ -363,9 +377,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             "rounds": None,
         }
 
-    def _check_schedule(self) -> None:
-        """Raise where a loaded schedule does not fit the optimizer or cannot be computed."""
-        check_one_cycle_state(self, self.optimizer.param_groups)
+    def _check_schedule(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise where a loaded schedule does not fit these param groups or cannot be computed."""
+        check_one_cycle_state(self, groups)
         if self._decay != "schedule" and self._decay_from >= self.total_steps:
             raise ValueError(f"decay sets in at step {self._decay_from}, but the state ends at {self.total_steps}")
         if self.last_epoch >= 0:

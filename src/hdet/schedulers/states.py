@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet.checks import flag_of, is_flag, number, shown, whole_of
 
-_LRS = {"initial_lr", "max_lr", "min_lr"}
-_MOMENTA = {"base_momentum", "max_momentum"}
-_PHASE = {"start_lr": _LRS, "end_lr": _LRS, "start_momentum": _MOMENTA, "end_momentum": _MOMENTA}
+LRS = {"initial_lr", "max_lr", "min_lr"}
+MOMENTA = {"base_momentum", "max_momentum"}
+_PHASE = {"start_lr": LRS, "end_lr": LRS, "start_momentum": MOMENTA, "end_momentum": MOMENTA}
 
 # What torch's own schedules keep. Anything else in a state is a user's, and theirs alone to judge: the attributes of a
 # callable, of a subclass, or something hung onto a schedule.
@@ -38,7 +38,7 @@ def check_one_cycle_state(schedule: Any, groups: Sequence[Mapping[str, Any]]) ->
         raise ValueError(f"base_lrs must be finite numbers >= 0, but got {shown(schedule.base_lrs)}")
     if not isinstance(schedule._anneal_func_type, str) or schedule._anneal_func_type not in ("cos", "linear"):
         raise ValueError(f'the annealing must be "cos" or "linear", but got {shown(schedule._anneal_func_type)}')
-    if flag_of(schedule.cycle_momentum, "cycle_momentum") and not all(set(group) >= _MOMENTA for group in groups):
+    if flag_of(schedule.cycle_momentum, "cycle_momentum") and not all(set(group) >= MOMENTA for group in groups):
         raise ValueError("cycle_momentum must be off where the optimizer was set up without it, but the state has it")
     if not -1 <= whole_of(schedule.last_epoch, "last_epoch", -1) <= total_steps:
         raise ValueError(f"last_epoch must be in [-1, {total_steps}], but got {schedule.last_epoch}")
@@ -58,13 +58,26 @@ def _is_phase(phase: Any) -> bool:
     return names and not math.isnan(number(phase["end_step"]))
 
 
-def load_schedule(schedule: LRScheduler, saved: Any) -> None:
-    """Load ``saved`` into a schedule, and raise where it is another one's or its learning rates cannot be computed."""
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums")
+
+
+def leave_out_joined(schedules: Iterable[LRScheduler], num_groups: int) -> None:
+    """Let schedules that were made after a param group was added again know as many as those of the state did."""
+    for schedule in schedules:
+        values = {name: vars(schedule)[name] for name in _BY_GROUP if name in vars(schedule)}
+        vars(schedule).update({name: value[:num_groups] for name, value in values.items()})
+
+
+def load_schedule(schedule: LRScheduler, saved: Any, num_groups: int) -> None:
+    """Load ``saved`` into a schedule, and raise where it is another one's or its learning rates cannot be computed.
+
+    ``num_groups``: how many of the optimizer's param groups, the first ones, it is the schedule of.
+    """
     _check(schedule, saved, 0)
     schedule.load_state_dict(saved)
     for part in parts_of(schedule):
         if type(part) is OneCycleLR:
-            check_one_cycle_state(part, part.optimizer.param_groups)
+            check_one_cycle_state(part, part.optimizer.param_groups[:num_groups])
 
 
 def check_lrs(schedule: LRScheduler, lrs: Sequence[float]) -> None:
