@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet.replicas
 from hdet.testing import Fault, Injector, launch
-from native import FACES, TOTAL_STEPS, Run, error, net, paper
+from native import FACES, INTERVAL, TOTAL_STEPS, Run, batch, error, net, paper
 
 
 def _out_of_step(gradients: str, kind: str, name: str) -> dict[str, Any]:
@@ -79,6 +79,66 @@ def test_with_local_gradients_it_is_found_when_they_next_meet(name: str) -> None
             in found["error"]
         )
         assert not found["averaged"]
+
+
+# -- an optimizer step that some take and others do not ---------------------------------------------------------------
+
+
+def _left_out() -> dict[str, Any]:
+    """Replica 1 leaves out optimizer.step() once, in the second round; gradients are shared, so nobody waits."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    out: dict[str, Any] = {}
+    for name in ("gradient", "loss", "paper"):
+        run = Run(DistributedDataParallel(net()), FACES[name], (rank, count))
+        run.advance(INTERVAL + 1)
+        left_out = run.optimizer.step if rank != 1 else lambda: None
+
+        def loop(run: Run = run, left_out: Any = left_out) -> None:
+            run.optimizer.zero_grad()
+            loss = run.loss()
+            torch.autograd.backward(loss)
+            left_out()
+            run.scheduler.step(loss)
+            run.advance(TOTAL_STEPS)
+
+        out[name] = error(loop), run.scheduler.last_epoch, len(run.scheduler.history)
+    return out
+
+
+def test_an_optimizer_step_left_out_on_one_rank_is_found_at_the_end_of_the_round() -> None:
+    """Also where replicas are equal, under the default signal, and nothing would be averaged."""
+    for result in launch(_left_out, 3, timeout_s=60):
+        for name, (text, step, num_rounds) in result.items():
+            assert (
+                "replicas that share gradients must take the same optimizer steps, but in the round up to step 8 "
+                "they took replica 0: 4, replica 1: 3, replica 2: 4; never skip optimizer.step()"
+            ) in text, name
+            assert (step, num_rounds) == (7, 1)
+
+
+def _scaled() -> dict[str, Any]:
+    """The gradient of step 6 overflows on replica 1, and by the all-reduce on all: every GradScaler skips the step."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    run = Run(DistributedDataParallel(net().float()), FACES["gradient"], (rank, count))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(1, TOTAL_STEPS + 1):
+        run.optimizer.zero_grad()
+        x, y = (t.float() for t in batch(step, rank, count))
+        loss = torch.nn.functional.mse_loss(run.model(x), y)
+        factor = float("inf") if step == 6 and rank == 1 else 1.0
+        torch.autograd.backward(scaler.scale(loss * factor))
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.scheduler.step(loss)
+    return {"updates": [r.num_updates for r in run.scheduler.history], "weights": run.weights()}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_step_that_every_grad_scaler_skips_is_fine() -> None:
+    results = launch(_scaled, 2, timeout_s=60)
+    for result in results:
+        assert result["updates"] == [(4, 4), (3, 3), (4, 4)]
+        assert result["weights"] == results[0]["weights"]
 
 
 # -- started again, beside what the first start has left in the store -------------------------------------------------

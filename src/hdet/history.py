@@ -51,8 +51,8 @@ class RoundRecord:
         quarantined: replicas left out because their loss had exploded.
         averaged: whose mean was taken: ``"all"`` replicas', the ``"node"``'s, or ``"none"``: they are equal, or the
             round was undone.
-        num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty where
-            replicas do not differ.
+        num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty in a
+            run without a process group.
         resumed_from: in the first round after a resume with another number of replicas, how many there were before.
     """
 

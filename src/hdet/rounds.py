@@ -103,6 +103,7 @@ class RoundLoop:
         self.rollback = rollback
         self.apart = apart
         self.active = apart or gradient is not None
+        self.counts_updates = self.active and replicas.group is not None
         self.board = board
         self.outer = outer or OuterStep()
         self.operations = operations
@@ -292,7 +293,7 @@ class RoundLoop:
                 knobs=self.board.record(positions, steering.positions(), panel, steering.num_lrs),
                 quarantined=tuple(np.flatnonzero(exploded).tolist()),
                 averaged=averaged,
-                num_updates=tuple(int(n) for n in table["num_updates"]) if self.apart else (),
+                num_updates=tuple(int(n) for n in table["num_updates"]) if self.counts_updates else (),
                 resumed_from=self._resumed_from,
             )
         )
@@ -437,7 +438,7 @@ class RoundLoop:
         if self.together.optimizer_state == "average":
             digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
         note = Note(step, total, weight, self.weights.is_healthy(), digest, self._digest(), probe, self.num_updates)
-        alike = self.apart and self.together.shared_gradients
+        alike = self.together.shared_gradients
         num_steps = step - max(step - 1, 0) // self.interval * self.interval
         table = compare_notes(
             self.replicas, note, losses_required=losses_required, updates_alike=alike, num_steps=num_steps
@@ -489,7 +490,7 @@ class RoundLoop:
         # All is checked here, before anything has changed; nothing below may fail.
         self.weights.reshard()
         parameters = self.weights.anchored()
-        alike = self.apart and self.together.shared_gradients
+        alike = self.together.shared_gradients
         saved = read_round(state, self.replicas, parameters, num_lrs=self.steering.num_lrs, updates_alike=alike)
         self.outer.check_state(state["outer"], parameters)
         starts = self.board.check_starts(state["knobs"])
