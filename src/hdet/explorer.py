@@ -60,7 +60,8 @@ class Explorer(RoundFace):
             weights for each moment. ``"reset"`` starts it anew.
         start_steps: steps before base values may move.
         rollback: whether a broken round is undone. Two copies of the weights and of the optimizer's state.
-        max_rollbacks: how often, before it is an error.
+        max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,
+            with a warning; see ``Operations(strict_rollbacks=True)`` for an error. As many in a row are an error.
         snapshot_device: where those copies are kept; default beside the weights.
         operations: what is done about faults, and how replicas meet on a large cluster.
         process_group: the ranks that train this model; default all of them.

@@ -43,6 +43,7 @@ class RoundRecord:
             ``delta`` (Eq. 6) and ``velocity`` (Eq. 7), both relative to the base value. Empty while it is not acting.
         unhealthy: replicas whose weights were not finite and were left out of the mean.
         num_rollbacks: how often the run has been set back to its last healthy centre, this round included.
+        held: whether base values held still in this round because ``max_rollbacks`` were spent.
         probes: loss of each replica on the probe; empty without one, or while no controller is acting.
         knobs: the knobs beside the learning rate, by name.
         distance: largest Euclidean distance between a healthy replica's weights and their mean; NaN where the mean was
@@ -73,6 +74,7 @@ class RoundRecord:
     averaged: str = "all"
     num_updates: tuple[int, ...] = ()
     resumed_from: int | None = None
+    held: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""

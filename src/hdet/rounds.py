@@ -227,7 +227,8 @@ class RoundLoop:
         started = time.perf_counter()
         self._begin()  # a GradScaler may have skipped every step so far
         steering = self.steering
-        acting = self._has_controller() and self.acting[0] < step <= self.acting[1]
+        held = self.rollback is not None and self.rollback.budget.spent
+        acting = self._has_controller() and self.acting[0] < step <= self.acting[1] and not held
         has_probe = acting and self.board.probe is not None
         probe = self.board.evaluate(steering.positions(self._index), steering.positions()) if has_probe else math.nan
         needs_losses = acting and not has_probe and self._learns_from_losses()
@@ -287,6 +288,7 @@ class RoundLoop:
                 control=info,
                 unhealthy=tuple(np.flatnonzero(~finite).tolist()),
                 num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
+                held=held,
                 distance=distance,
                 converge_s=self.together.clock(started, step, self.interval),
                 probes=tuple(table["probes"].tolist()) if has_probe else (),
