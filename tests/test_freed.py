@@ -1,4 +1,4 @@
-"""What a scheduler and its optimizer hold is freed when the last name for them is gone, without the garbage collector."""
+"""A scheduler and its optimizer are freed when the last name for them is gone, without the garbage collector."""
 
 from __future__ import annotations
 

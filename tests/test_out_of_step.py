@@ -141,6 +141,80 @@ def test_a_step_that_every_grad_scaler_skips_is_fine() -> None:
         assert result["weights"] == results[0]["weights"]
 
 
+# -- a meeting that some come to and others do not, or that one leaves by an error ------------------------------------
+
+
+def _alone(gradients: str, name: str, at: int) -> str:
+    """Replica 1 enters converged() alone, as a script does that evaluates under `if rank == ...:`."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    model = DistributedDataParallel(net()) if gradients == "shared" else net()
+    options = {"gradients": "local"} if gradients == "local" else {}
+    run = Run(model, FACES[name], (rank, count), **options)
+
+    def loop() -> None:
+        run.advance(at)
+        if rank == 1:
+            with run.scheduler.converged():
+                pass
+        run.advance(TOTAL_STEPS)
+
+    return error(loop)
+
+
+@pytest.mark.parametrize(("name", "at"), [("nesterov", 6), ("nesterov", 4), ("loss", 6), ("paper", 5)])
+def test_a_converged_entered_by_one_rank_alone_is_named_as_such(name: str, at: int) -> None:
+    for text in launch(_alone, 3, "local", name, at, timeout_s=40):
+        end = 4 * (at // 4 + 1)
+        assert text == (
+            "RuntimeError: converge(), converged() and finish() must be called by all replicas after the same step, but "
+            f"only replica 1 at step {at} did, while the others went on to the end of a round: replica 0 at step {end}, "
+            f"replica 2 at step {end}; call it on every rank, outside `if rank == 0:`. No weights were averaged"
+        )
+
+
+def test_with_shared_gradients_the_rank_that_entered_says_what_to_look_for() -> None:
+    """The others wait for its gradients, inside DistributedDataParallel, and learn only that it is gone."""
+    results = launch(_alone, 2, "shared", "gradient", 6, timeout_s=40)
+    assert "replica 1 lost the others at the converge of step 6" in results[1]
+    assert "a converged() or converge() on some ranks alone" in results[1]
+    assert results[0].startswith("RuntimeError: ")
+
+
+def _raises(where: str) -> str:
+    """Replica 0 raises at the end of the second round, before or after replicas have told each other their losses."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    run = Run(net(), FACES["nesterov"], (rank, count), gradients="local")
+    rounds = run.scheduler._rounds
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("the disk with the held-out data is gone")
+
+    def loop() -> None:
+        run.advance(INTERVAL)
+        if rank == 0 and where == "before":
+            rounds.weights.refuse_join = fail  # type: ignore[method-assign]
+        elif rank == 0:
+            rounds.weights.average = fail  # type: ignore[method-assign, assignment]
+        run.advance(TOTAL_STEPS)
+
+    text = error(loop)
+    if rank == 0:
+        dist.destroy_process_group()  # as when its process ends
+    return text
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_the_others_are_told_what_one_rank_has_raised(where: str) -> None:
+    first, *others = launch(_raises, 3, where, timeout_s=40)
+    reason = "ValueError: the disk with the held-out data is gone"
+    assert first == reason
+    for text in others:
+        assert text.startswith("RuntimeError: ")
+        assert "at the converge of step 8" in text
+        assert f"replica 0 raised {reason}" in text
+
+
 # -- started again, beside what the first start has left in the store -------------------------------------------------
 
 

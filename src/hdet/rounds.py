@@ -220,7 +220,8 @@ class RoundLoop:
         self._land()
         if not self.active or not (last or step % self.interval == 0):
             return False
-        self._end_round(step, np.array([float(value) for value in schedule]), last=last)
+        with self.replicas.meeting(step):
+            self._end_round(step, np.array([float(value) for value in schedule]), last=last)
         return True
 
     def _end_round(self, step: int, schedule: FloatArray, *, last: bool) -> None:
@@ -388,7 +389,11 @@ class RoundLoop:
         if not self.active or self._inside_converged:
             return
         self._land()
-        healthy = self._compare_notes(step, losses_required=False)["healthy"] > 0
+        with self.replicas.meeting(step):
+            self._converge(step)
+
+    def _converge(self, step: int) -> None:
+        healthy = self._compare_notes(step, losses_required=False, asked=True)["healthy"] > 0
         if self.gradient is not None:
             self.gradient.collect(self.replicas.group, self.replicas.device, self.replicas.parts)
         if self.apart:
@@ -433,13 +438,16 @@ class RoundLoop:
                 self._converged_step, self._left_at_mean = before
         self.write_knobs(at_base=self.finished)
 
-    def _compare_notes(self, step: int, *, losses_required: bool, probe: float = math.nan) -> dict[str, FloatArray]:
+    def _compare_notes(
+        self, step: int, *, losses_required: bool, probe: float = math.nan, asked: bool = False
+    ) -> dict[str, FloatArray]:
         self.weights.refuse_join(step)
         total, weight = self.meter.drain()
         digest = self.weights.digest()
         if self.together.optimizer_state == "average":
             digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
-        note = Note(step, total, weight, self.weights.is_healthy(), digest, self._digest(), probe, self.num_updates)
+        healthy = self.weights.is_healthy()
+        note = Note(step, total, weight, healthy, digest, self._digest(), probe, self.num_updates, asked)
         alike = self.together.shared_gradients
         num_steps = step - max(step - 1, 0) // self.interval * self.interval
         table = compare_notes(
