@@ -167,9 +167,9 @@ def test_a_converged_entered_by_one_rank_alone_is_named_as_such(name: str, at: i
     for text in launch(_alone, 3, "local", name, at, timeout_s=40):
         end = 4 * (at // 4 + 1)
         assert text == (
-            "RuntimeError: converge(), converged() and finish() must be called by all replicas after the same step, but "
-            f"only replica 1 at step {at} did, while the others went on to the end of a round: replica 0 at step {end}, "
-            f"replica 2 at step {end}; call it on every rank, outside `if rank == 0:`. No weights were averaged"
+            "RuntimeError: converge(), converged() and finish() must be called by all replicas after the same step, "
+            f"but only replica 1 at step {at} did, while the others went on to the end of a round: replica 0 at step "
+            f"{end}, replica 2 at step {end}; call it on every rank, outside `if rank == 0:`. No weights were averaged"
         )
 
 

@@ -56,8 +56,9 @@ class Explorer(RoundFace):
         anchor_device: where its copy of the weights is kept.
         outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"`` or an ``OuterStep``.
         optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
-            and a checkpoint holds that of the rank that writes it. ``"average"`` costs as much communication as the
-            weights for each moment. ``"reset"`` starts it anew.
+            and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
+            rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
+            moment, and one rank's checkpoint is enough. ``"reset"`` starts it anew.
         start_steps: steps before base values may move.
         rollback: whether a broken round is undone. Two copies of the weights and of the optimizer's state.
         max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,

@@ -55,7 +55,8 @@ def compare_notes(
     asked = rows[:, :, 8].max(axis=1) > 0
     if len(set(steps)) > 1 and asked.any() and not asked.all():
         inside, outside = (
-            ", ".join(f"replica {r} at step {int(rows[r, 0, 0])}" for r in np.flatnonzero(who)) for who in (asked, ~asked)
+            ", ".join(f"replica {r} at step {int(rows[r, 0, 0])}" for r in np.flatnonzero(who))
+            for who in (asked, ~asked)
         )
         raise RuntimeError(
             "converge(), converged() and finish() must be called by all replicas after the same step, but only "

@@ -170,8 +170,8 @@ class Replicas:
             )
         return (
             f"{lost}; last converge reached by each of the missing replicas (replica: step): {late}. Every replica "
-            "must take the same number of optimizer steps, and enter converged() with the others: check for uneven data, "
-            "skipped steps, a converged() or converge() on some ranks alone, or a crashed rank"
+            "must take the same number of optimizer steps, and enter converged() with the others: check for uneven "
+            "data, skipped steps, a converged() or converge() on some ranks alone, or a crashed rank"
         )
 
 
