@@ -65,11 +65,13 @@ class Explorer(RoundFace):
         anchor_device: where its copy of the weights is kept.
         outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"`` or an ``OuterStep``.
         optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
-            and a checkpoint holds that of the rank that writes it. ``"average"`` costs as much communication as the
-            weights for each moment. ``"reset"`` starts it anew.
+            and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
+            rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
+            moment, and one rank's checkpoint is enough. ``"reset"`` starts it anew.
         start_steps: steps before base values may move.
         rollback: whether a broken round is undone. Two copies of the weights and of the optimizer's state.
-        max_rollbacks: how often, before it is an error.
+        max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,
+            with a warning; see ``Operations(strict_rollbacks=True)`` for an error. As many in a row are an error.
         snapshot_device: where those copies are kept; default beside the weights.
         operations: what is done about faults, and how replicas meet on a large cluster.
         process_group: the ranks that train this model; default all of them.

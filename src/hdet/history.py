@@ -43,6 +43,7 @@ class RoundRecord:
             ``delta`` (Eq. 6) and ``velocity`` (Eq. 7), both relative to the base value. Empty while it is not acting.
         unhealthy: replicas whose weights were not finite and were left out of the mean.
         num_rollbacks: how often the run has been set back to its last healthy centre, this round included.
+        held: whether base values held still in this round because ``max_rollbacks`` were spent.
         probes: loss of each replica on the probe; empty without one, or while no controller is acting.
         knobs: the knobs beside the learning rate, by name.
         distance: largest Euclidean distance between a healthy replica's weights and their mean; NaN where the mean was
@@ -51,8 +52,8 @@ class RoundRecord:
         quarantined: replicas left out because their loss had exploded.
         averaged: whose mean was taken: ``"all"`` replicas', the ``"node"``'s, or ``"none"``: they are equal, or the
             round was undone.
-        num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty where
-            replicas do not differ.
+        num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty in a
+            run without a process group.
         resumed_from: in the first round after a resume with another number of replicas, how many there were before.
     """
 
@@ -73,6 +74,7 @@ class RoundRecord:
     averaged: str = "all"
     num_updates: tuple[int, ...] = ()
     resumed_from: int | None = None
+    held: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""

@@ -21,6 +21,7 @@ class Note(NamedTuple):
         shapes, state: digests of what it would average, and of where its scheduler stands.
         probe: its loss on held-out data, NaN without.
         num_updates: calls of its optimizer in this round; 0 where nobody counts.
+        asked: whether it was asked to meet, by converge(), converged() or finish(), instead of ending a round.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Note(NamedTuple):
     state: int
     probe: float = math.nan
     num_updates: int = 0
+    asked: bool = False
 
 
 def compare_notes(
@@ -50,6 +52,17 @@ def compare_notes(
     totals, weights = rows[:, :, 1].sum(axis=1), rows[:, :, 2].sum(axis=1)
     healthy, probes = rows[:, :, 3].min(axis=1), rows[:, :, 6].mean(axis=1)
     steps, states, shapes = rows[:, :, 0].flatten(), rows[:, :, 5].flatten(), rows[:, :, 4]
+    asked = rows[:, :, 8].max(axis=1) > 0
+    if len(set(steps)) > 1 and asked.any() and not asked.all():
+        inside, outside = (
+            ", ".join(f"replica {r} at step {int(rows[r, 0, 0])}" for r in np.flatnonzero(who))
+            for who in (asked, ~asked)
+        )
+        raise RuntimeError(
+            "converge(), converged() and finish() must be called by all replicas after the same step, but only "
+            f"{inside} did, while the others went on to the end of a round: {outside}; call it on every rank, outside "
+            "`if rank == 0:`. No weights were averaged"
+        )
     if len(set(steps)) > 1:
         by_replica = [sorted({int(s) for s in parts}) for parts in rows[:, :, 0]]
         listing = ", ".join(f"replica {r}: {' and '.join(map(str, found))}" for r, found in enumerate(by_replica))

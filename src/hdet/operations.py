@@ -23,11 +23,13 @@ class Operations:
         node_size: replicas of a node, consecutive ranks; with ``node_rounds``.
         node_rounds: k: average within a node every round, and across nodes in every k-th only.
         slow_share: warn once when a converge takes more than this share of its round, and longer than a second.
+        strict_rollbacks: raise when a round breaks and ``max_rollbacks`` are spent, instead of holding the scale still.
 
     Example:
         >>> from hdet import Operations
-        >>> Operations(quarantine=20, overlap=True)
-        Operations(quarantine=20, skip_nonfinite=False, overlap=True, node_size=None, node_rounds=1, slow_share=0.1)
+        >>> Operations(quarantine=20, overlap=True)  # doctest: +NORMALIZE_WHITESPACE
+        Operations(quarantine=20, skip_nonfinite=False, overlap=True, node_size=None, node_rounds=1, slow_share=0.1,
+                   strict_rollbacks=False)
     """
 
     quarantine: float | None = None
@@ -36,12 +38,14 @@ class Operations:
     node_size: int | None = None
     node_rounds: int = 1
     slow_share: float = 0.1
+    strict_rollbacks: bool = False
 
     def __post_init__(self) -> None:
         fine = self.quarantine is None or number(self.quarantine) > 1
         require(fine, "quarantine", "None or a finite number > 1", self.quarantine)
         require(is_flag(self.skip_nonfinite), "skip_nonfinite", "True or False", self.skip_nonfinite)
         require(is_flag(self.overlap), "overlap", "True or False", self.overlap)
+        require(is_flag(self.strict_rollbacks), "strict_rollbacks", "True or False", self.strict_rollbacks)
         fine = self.node_size is None or whole(self.node_size) >= 1
         require(fine, "node_size", "None or an integer >= 1", self.node_size)
         require(whole(self.node_rounds) >= 1, "node_rounds", "an integer >= 1", self.node_rounds)

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,6 +43,7 @@ class Replicas:
         self.whole = True
         """Whether each of them holds all that it trains; False where members of the group are shards of one model."""
         self._board = ""
+        self._lost = False
 
     def node(self, size: int) -> Replicas:
         """Those on this one's node: ``size`` consecutive replicas. A collective of the node."""
@@ -68,6 +69,7 @@ class Replicas:
         store = _store()
         text = json.dumps({name: str(value) for name, value in facts.items()})
         store.set(f"{key}/step/{self.index}", "0")
+        store.set(f"{key}/reason/{self.index}", "")
         store.set(f"{key}/facts/{self.index}", text)
         digest = f"{key}/digest/{zlib.crc32(text.encode())}"
         store.add(digest, 1)
@@ -117,10 +119,41 @@ class Replicas:
                 mine = torch.cat(_all_gather(mine, part))
             return torch.stack(_all_gather(mine, self.group)).cpu().numpy()
         except RuntimeError as error:
+            self._lost = True
             raise RuntimeError(self._who_is_missing(step)) from error
+
+    @contextlib.contextmanager
+    def meeting(self, step: int) -> Iterator[None]:
+        """Around all that replicas do together: what one of them raises there is told to those it leaves waiting."""
+        self._lost = False
+        try:
+            yield
+        except Exception as error:
+            if self._lost or not self._board:
+                raise
+            text = f"{type(error).__name__}: {str(error)[:1000]}"
+            # Where all have found out the same there is nothing to add.
+            others = [reason for reason in self._reasons() if text not in reason]
+            if isinstance(error, RuntimeError) and others:  # a collective that failed with the one that has raised
+                raise RuntimeError(f"{error} (at the converge of step {step}; {'; '.join(others)})") from error
+            with contextlib.suppress(Exception):
+                _store().set(f"{self._board}/reason/{self.index}", text)
+            raise
+
+    def _reasons(self) -> list[str]:
+        """What other replicas have raised in a meeting."""
+        found = []
+        with contextlib.suppress(Exception):  # the process that hosts the store may be the one that died
+            for r in range(self.count):
+                key = f"{self._board}/reason/{r}"
+                if r != self.index and _store().check([key]) and (text := _store().get(key).decode()):
+                    found.append(f"replica {r} raised {text}")
+        return found
 
     def _who_is_missing(self, step: int) -> str:
         lost = f"replica {self.index} lost the others at the converge of step {step}"
+        if reasons := self._reasons():
+            return f"{lost}: {'; '.join(reasons)}"
         try:
             store = _store()
             steps = {}
@@ -137,7 +170,8 @@ class Replicas:
             )
         return (
             f"{lost}; last converge reached by each of the missing replicas (replica: step): {late}. Every replica "
-            "must take the same number of optimizer steps: check for uneven data, skipped steps or a crashed rank"
+            "must take the same number of optimizer steps, and enter converged() with the others: check for uneven "
+            "data, skipped steps, a converged() or converge() on some ranks alone, or a crashed rank"
         )
 
 

@@ -16,7 +16,7 @@ from hdet.replicas import Replicas
 from hdet.saved import tensors_of
 from hdet.spread import FloatArray
 
-NO_ROLLBACK = {"guard": pack_guard(GuardState()), "num_rollbacks": 0}
+NO_ROLLBACK = {"guard": pack_guard(GuardState()), "num_rollbacks": 0, "rollback_debt": 0}
 SIGNAL = ("totals", "weights", "num_updates")
 
 
@@ -71,6 +71,7 @@ def read_round(
         num_updates = int(signal[2, replicas.index])
     unpack_guard(state["guard"])
     whole_of(state["num_rollbacks"], "num_rollbacks")
+    whole_of(state.get("rollback_debt", 0), "rollback_debt")  # states of earlier versions have none
     return SavedRound(
         num_ranks,
         signal,

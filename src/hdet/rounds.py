@@ -112,6 +112,7 @@ class RoundLoop:
         self.rollback = rollback
         self.apart = apart
         self.active = apart or gradient is not None
+        self.counts_updates = self.active and replicas.group is not None
         self.board = board
         self.outer = outer or OuterStep()
         self.operations = operations
@@ -267,14 +268,16 @@ class RoundLoop:
         self._land()
         if not self.active or not (last or step % self.interval == 0):
             return False
-        self._end_round(step, schedule, last=last)
+        with self.replicas.meeting(step):
+            self._end_round(step, schedule, last=last)
         return True
 
     def _end_round(self, step: int, scheduled: Sequence[float | Tensor], *, last: bool) -> None:
         started = time.perf_counter()
         self._begin()  # a GradScaler may have skipped every step so far
         steering = self.steering
-        acting = self._has_controller() and self.acting[0] < step <= self.acting[1]
+        held = self.rollback is not None and self.rollback.budget.spent
+        acting = self._has_controller() and self.acting[0] < step <= self.acting[1] and not held
         has_probe = acting and self.board.probe is not None
         probe = self.board.evaluate(steering.positions(self._index), steering.positions()) if has_probe else math.nan
         needs_losses = acting and not has_probe and self._learns_from_losses()
@@ -335,13 +338,14 @@ class RoundLoop:
                 control=info,
                 unhealthy=tuple(np.flatnonzero(~finite).tolist()),
                 num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
+                held=held,
                 distance=distance,
                 converge_s=self.together.clock(started, step, self.interval),
                 probes=tuple(table["probes"].tolist()) if has_probe else (),
                 knobs=self.board.record(positions, steering.positions(), panel, steering.num_lrs),
                 quarantined=tuple(np.flatnonzero(exploded).tolist()),
                 averaged=averaged,
-                num_updates=tuple(int(n) for n in table["num_updates"]) if self.apart else (),
+                num_updates=tuple(int(n) for n in table["num_updates"]) if self.counts_updates else (),
                 resumed_from=self._resumed_from,
             )
         )
@@ -438,7 +442,11 @@ class RoundLoop:
         if not self.active or self._inside_converged:
             return
         self._land()
-        healthy = self._compare_notes(step, losses_required=False)["healthy"] > 0
+        with self.replicas.meeting(step):
+            self._converge(step)
+
+    def _converge(self, step: int) -> None:
+        healthy = self._compare_notes(step, losses_required=False, asked=True)["healthy"] > 0
         if self.gradient is not None:
             self.gradient.collect(self.replicas.group, self.replicas.device, self.replicas.parts)
         if self.apart:
@@ -483,14 +491,17 @@ class RoundLoop:
                 self._converged_step, self._left_at_mean = before
         self.write_knobs(at_base=self.finished)
 
-    def _compare_notes(self, step: int, *, losses_required: bool, probe: float = math.nan) -> dict[str, FloatArray]:
+    def _compare_notes(
+        self, step: int, *, losses_required: bool, probe: float = math.nan, asked: bool = False
+    ) -> dict[str, FloatArray]:
         self.weights.refuse_join(step)
         total, weight = self.meter.drain()
         digest = self.weights.digest()
         if self.together.optimizer_state == "average":
             digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
-        note = Note(step, total, weight, self.weights.is_healthy(), digest, self._digest(), probe, self.num_updates)
-        alike = self.apart and self.together.shared_gradients
+        healthy = self.weights.is_healthy()
+        note = Note(step, total, weight, healthy, digest, self._digest(), probe, self.num_updates, asked)
+        alike = self.together.shared_gradients
         num_steps = step - max(step - 1, 0) // self.interval * self.interval
         table = compare_notes(
             self.replicas, note, losses_required=losses_required, updates_alike=alike, num_steps=num_steps
@@ -578,7 +589,7 @@ class RoundLoop:
         # All is checked here, before anything has changed; nothing below may fail.
         self.weights.reshard()
         parameters = self.weights.anchored()
-        alike = self.apart and self.together.shared_gradients
+        alike = self.together.shared_gradients
         saved = read_round(state, self.replicas, parameters, num_lrs=self.steering.num_lrs, updates_alike=alike)
         self.outer.check_state(state["outer"], parameters)
         starts = self.board.check_starts(state["knobs"])

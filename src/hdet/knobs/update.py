@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ class _GroupKnob(Knob):
 
     def __init__(self, name: str, **settings: Any) -> None:
         super().__init__(name, self._read, self._write, **settings)
-        self._optimizer: Optimizer | None = None
+        # Weak: a knob holds methods of its own, and would keep the optimizer and its memory until the next gc.
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
         self._values: list[float] = []
 
     def bind(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         values = [self._read_group(group) for group in optimizer.param_groups]
         first = next((v for v in values if v), 0.0)
         if first == 0:
@@ -47,8 +49,9 @@ class _GroupKnob(Knob):
         return float(group[self.field])
 
     def _groups(self) -> list[tuple[dict[str, Any], float]]:
-        assert self._optimizer is not None
-        return list(zip(self._optimizer.param_groups, self._values, strict=False))
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return list(zip(optimizer.param_groups, self._values, strict=False))
 
     def _read(self) -> float:
         return next(self._read_group(group) for group, own in self._groups() if own)

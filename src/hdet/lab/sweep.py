@@ -24,13 +24,16 @@ from hdet.lab.stacked import StackedModels
 from hdet.lab.stacked_inputs import row_table, warm_noise
 from hdet.lab.stacked_optim import StackedOptimizer
 from hdet.lab.tasks.base import Task
-from hdet.rollback import CUT
+from hdet.rollback import CUT, Budget
 from hdet.schedulers.assembly import FIRST_SCALES, make_evidence_controller
 from hdet.spread import FloatArray
 from hdet.steering import Steering
 
 Method = Literal["fixed", "local", "spread", "anchored", "paper", "loss", "gradient"]
 Checkpoints = Mapping[int, Mapping[str, Tensor]]
+
+MAX_ROLLBACKS = 20
+"""AutoLR's default."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ class _Steered:
             first_scale=run.make_first_scale(),
         )
         self.guard, self.guard_state = Guard(), GuardState()
+        self.budget = Budget(MAX_ROLLBACKS)
         self.acting = (run.start * num_steps, (1 - run.hold) * num_steps)
         self.result = Result(run)
         self.wants_new_anchor = False
@@ -146,13 +150,17 @@ class _Steered:
         mean = float(finite.mean()) if len(finite) else math.nan
         broken = self.wants_new_anchor = False
         info: dict[str, Any] = {}
+        held = self.budget.spent
         if self.run.is_auto and self.run.rollback:
             self.guard_state, healthy = self.guard.update(self.guard_state, mean)
             broken = not healthy
         if broken:
             self.steering.cut(CUT)
+            self.budget.take()
             self.result.num_rollbacks += 1
-        elif self.acting[0] < step <= self.acting[1]:
+        else:
+            self.budget.recover()
+        if not broken and not held and self.acting[0] < step <= self.acting[1]:
             slopes = mean_and_error(samples) if self.run.method == "gradient" else None
             info = self.steering.decide(losses, slopes)
             self.wants_new_anchor = self.run.is_auto and self.steering.wants_new_anchor()

@@ -157,6 +157,9 @@ def make_loop(
         first_scale=first_scale if spread > 0 or gradient is not None else 1.0,
         panel=panel,
     )
+    undo = None
+    if rollback and (apart or gradient):
+        undo = Rollback(Snapshot(snapshot_device), max_rollbacks, strict=operations.strict_rollbacks)
     return RoundLoop(
         optimizer,
         Weights(optimizer, model, replicas),
@@ -169,7 +172,7 @@ def make_loop(
         anchor=kept,
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         gradient=gradient,
-        rollback=Rollback(Snapshot(snapshot_device), max_rollbacks) if rollback and (apart or gradient) else None,
+        rollback=undo,
         step=step,
         apart=apart,
         board=board or Board(),

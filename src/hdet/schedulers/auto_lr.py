@@ -93,7 +93,8 @@ class AutoLR(RoundFace, LRScheduler):
             rounds, and 0.2 with the loss signal; 1 in a run of fewer than 50 rounds. A start below 1 is what makes a
             schedule far too high harmless.
         rollback: whether a broken round is undone. A copy of the weights and of the optimizer's state.
-        max_rollbacks: how often, before it is an error.
+        max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,
+            with a warning; see ``Operations(strict_rollbacks=True)`` for an error. As many in a row are an error.
         snapshot_device: where that copy is kept; default beside the weights.
         start_steps: steps before the scale may move; default a fiftieth of ``total_steps``.
         hold_share: share of ``total_steps`` at the end in which the scale holds still.

@@ -244,7 +244,7 @@ class RoundFace:
         # A compiled step must not trace these: what they count would have to be compiled anew in every step.
         if watches or loop.apart:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
-        if loop.apart:
+        if loop.counts_updates:
             optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
 
 

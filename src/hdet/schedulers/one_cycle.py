@@ -67,8 +67,9 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate. Their base values move after
             ``auto_lr_warmup_steps``, with or without ``enable_auto_lr``.
         gradients, probe: as in :class:`~hdet.Explorer`.
-        rollback: whether a broken round is undone, at most ``max_rollbacks`` times; default with ``signal``. Two copies
-            of the weights and of the optimizer's state.
+        rollback: whether a broken round is undone; default with ``signal``. Two copies of the weights and of the
+            optimizer's state.
+        max_rollbacks: as in :class:`~hdet.AutoLR`.
         operations: what is done about faults, and how replicas meet on a large cluster.
         lr_scale_bounds: what the controller learned stays inside these multiples of the schedule.
         seed: of the private permutations. The global random state is never touched.
