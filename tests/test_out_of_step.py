@@ -162,9 +162,10 @@ def test_a_converged_entered_by_one_rank_alone_is_named_as_such(name: str, at: i
     for text in launch(_alone, 3, "local", name, at, timeout_s=40):
         end = 4 * (at // 4 + 1)
         assert text == (
-            "RuntimeError: converge(), converged() and finish() must be called by all replicas after the same step, "
-            f"but only replica 1 at step {at} did, while the others went on to the end of a round: replica 0 at step "
-            f"{end}, replica 2 at step {end}; call it on every rank, outside `if rank == 0:`. No weights were averaged"
+            "RuntimeError: replicas must take the same number of steps between converges, but got "
+            f"replica 0: {end}, replica 1: {at}, replica 2: {end}; only replicas [1] are in converge(), converged() or "
+            "finish(), which must be called on every rank after the same step; check for uneven data or steps skipped "
+            "on some ranks. No weights were averaged"
         )
 
 

@@ -52,22 +52,17 @@ def compare_notes(
     totals, weights = rows[:, :, 1].sum(axis=1), rows[:, :, 2].sum(axis=1)
     healthy, probes = rows[:, :, 3].min(axis=1), rows[:, :, 6].mean(axis=1)
     steps, states, shapes = rows[:, :, 0].flatten(), rows[:, :, 5].flatten(), rows[:, :, 4]
-    asked = rows[:, :, 8].max(axis=1) > 0
-    if len(set(steps)) > 1 and asked.any() and not asked.all():
-        inside, outside = (
-            ", ".join(f"replica {r} at step {int(rows[r, 0, 0])}" for r in np.flatnonzero(who))
-            for who in (asked, ~asked)
-        )
-        raise RuntimeError(
-            "converge(), converged() and finish() must be called by all replicas after the same step, but only "
-            f"{inside} did, while the others went on to the end of a round: {outside}; call it on every rank, outside "
-            "`if rank == 0:`. No weights were averaged"
-        )
     if len(set(steps)) > 1:
         by_replica = [sorted({int(s) for s in parts}) for parts in rows[:, :, 0]]
         listing = ", ".join(f"replica {r}: {' and '.join(map(str, found))}" for r, found in enumerate(by_replica))
+        asked = rows[:, :, 8].max(axis=1) > 0
+        alone = (
+            f"only replicas {np.flatnonzero(asked).tolist()} are in converge(), converged() or finish(), which must be "
+            "called on every rank after the same step; "
+        )
         raise RuntimeError(
             f"replicas must take the same number of steps between converges, but got {listing}; "
+            f"{alone if asked.any() and not asked.all() else ''}"
             "check for uneven data or steps skipped on some ranks. No weights were averaged"
         )
     num_updates = rows[:, 0, 7]

@@ -24,6 +24,10 @@ RECOVERY = 10
 """Healthy rounds that make up for one rollback."""
 
 
+class BrokenError(RuntimeError):
+    """Training breaks, and undoing rounds does not help."""
+
+
 class Budget:
     """How many rollbacks a run has left: each takes one, and every ``RECOVERY`` healthy rounds give one back.
 
@@ -79,7 +83,7 @@ class Rollback:
             self.budget.recover()
         elif self.guard_state.num_strikes > max_rollbacks or (self.strict and self.budget.spent):
             in_a_row = " in a row" if self.guard_state.num_strikes > max_rollbacks else ""
-            raise RuntimeError(
+            raise BrokenError(
                 f"training broke again at step {step} after {max_rollbacks} rollbacks{in_a_row}; lower the learning "
                 "rate, look for bad data, or raise max_rollbacks"
             )

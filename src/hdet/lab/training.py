@@ -23,8 +23,7 @@ from hdet.lab.command_line import UsageError
 from hdet.lab.settings import Settings, make_optimizer, make_scheduler, open_task
 from hdet.lab.stopping import Stop
 from hdet.probe import Probe
-
-MAX_ROLLBACKS = 20  # AutoLR's default: one more ends a run
+from hdet.rollback import BrokenError
 
 
 class Progress(Protocol):
@@ -85,7 +84,7 @@ class _Run:
                         self._save(step)
             return self._end(step)
         except RuntimeError as error:
-            if not self._is_broken():
+            if not isinstance(error, BrokenError) and self._is_finite():
                 raise
             return self._finish({"status": "diverged", "step": step, "validation": {}, "error": str(error)})
         finally:
@@ -187,12 +186,9 @@ class _Run:
                         stacklevel=2,
                     )
 
-    def _is_broken(self) -> bool:
-        """Whether an error is the end of a model, and none of the machine."""
-        if not all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
-            return True
-        history = getattr(self.scheduler, "history", [])
-        return bool(history) and history[-1].num_rollbacks >= MAX_ROLLBACKS
+    def _is_finite(self) -> bool:
+        """Whether an error is one of the machine, and not the end of a model."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
 
     # -- state --------------------------------------------------------------------------------------------------
 
