@@ -25,7 +25,7 @@ from hdet.knobs import Knob
 from hdet.operations import PLAIN, Operations
 from hdet.probe import Probe
 from hdet.replicas import find_replicas
-from hdet.schedulers.arguments import check_auto_lr, check_parts, check_total_steps
+from hdet.schedulers.arguments import MAX_LR, check_auto_lr, check_parts, check_total_steps
 from hdet.schedulers.assembly import (
     FIRST_SCALES,
     HOLD_SHARE,
@@ -376,7 +376,7 @@ class AutoLR(RoundFace, LRScheduler):
             if isinstance(lrs, (list, tuple)) and len(lrs) != known:
                 found = len(lrs) + groups - known
                 raise ValueError(f"the optimizer has {groups} param groups, but got a state with {found}")
-            lrs = lrs_of(lrs, "schedule_lrs", known)
+            lrs = lrs_of(lrs, "schedule_lrs", known, low=-MAX_LR)  # a schedule may pass 0
             leave_out_joined(schedules, known)
             load_schedule(self.schedule, copied(state_dict["schedule"]), known)
             if is_torchs(self.schedule):  # a user's own may count, and keep its learning rates, as it likes
