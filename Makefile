@@ -39,8 +39,8 @@ bench: .venv/.ready
 
 # The long versions of what `make test` has in short: four minutes on two cores.
 soak: .venv/.ready
-	$(BIN)/python tests/soak.py --scenarios 200 --seed 0
-	$(BIN)/python tests/fuzz_state.py --mutations 10000 --seed 5
+	$(BIN)/python tests/support/soak.py --scenarios 200 --seed 0
+	$(BIN)/python tests/support/fuzz_state.py --mutations 10000 --seed 5
 
 docs: .venv/.ready
 	$(BIN)/pip install --quiet -e ".[docs]"

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from hdet import AutoLR, Explorer, knobs
-from hdet.lab.gpt import Attention
+from hdet.lab.models.gpt import Attention
 from hdet.lab.tasks import load_task
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch

@@ -5,8 +5,8 @@
     python benchmarks/lr_grid.py shakespeare-gpt --device cuda --optimizer lion --starts 1e-5 1e-4 1e-3
     python benchmarks/lr_grid.py shakespeare-gpt --device cuda --variant eager:method=gradient,optimism=3
 
-Runs on the lab's stacked engine. A variant is NAME:KEY=VALUE,...; the keys are those of `hdet.lab.sweep.Run` and of its
-controller. Every run is listed, in the table and in the JSON.
+Runs on the lab's stacked engine. A variant is NAME:KEY=VALUE,...; the keys are those of `hdet.lab.stacked.sweep.Run`
+and of its controller. Every run is listed, in the table and in the JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from hdet import __version__
-from hdet.lab.recipe import SGD_STARTS, STARTS
-from hdet.lab.sweep import Result, Run, sweep
+from hdet.lab.recipes import SGD_STARTS, STARTS
+from hdet.lab.stacked.sweep import Result, Run, sweep
 from hdet.lab.tasks import TASKS, load_task
 
 DEFAULTS = (

@@ -5,7 +5,7 @@
 
 First a grid of fixed learning rates finds the best one. Then every method starts from 1/100 to 30 times it: the fixed
 schedule, the paper's controller and AutoLR with each signal, four replicas. Runs on the lab's stacked engine, which
-matches real processes step for step (tests/test_lab_sweep.py). Every run is listed.
+matches real processes step for step (tests/lab/test_sweep.py). Every run is listed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from hdet import __version__
-from hdet.lab.sweep import Method, Result, Run, sweep
+from hdet.lab.stacked.sweep import Method, Result, Run, sweep
 from hdet.lab.tasks import stdlib_gpt
 
 GRID = (3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 5e-2)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import AutoLR, OneCycleAutoLR
-from hdet import converge as converge_module
-from hdet.converge import mean_
 from hdet.launch import launch
-from hdet.replicas import Replicas
+from hdet.replicas import average as converge_module
+from hdet.replicas.average import mean_
+from hdet.replicas.group import Replicas
 
 NUM_TENSORS, NUM_PARAMETERS = 300, 10_000_000
 

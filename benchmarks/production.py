@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from hdet import AutoLR, Explorer, Operations
 from hdet.launch import launch
-from hdet.outer import OuterStep
-from hdet.quarantine import Quarantine, QuarantineState
+from hdet.policy.quarantine import Quarantine, QuarantineState
+from hdet.weights.outer import OuterStep
 
 MEETINGS: dict[str, dict[str, Any] | None] = {
     "never": None,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import AutoLR
-from hdet.lab.gpt import GPT, Attention, next_token_loss
+from hdet.lab.models.gpt import GPT, Attention, next_token_loss
 from hdet.launch import launch
 
 INTERVAL = 20

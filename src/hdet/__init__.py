@@ -1,10 +1,10 @@
 """HDET: data-parallel training whose replicas disagree about the learning rate on purpose, and learn from it."""
 
 from hdet import knobs
-from hdet.explorer import Explorer
 from hdet.history import RoundRecord
 from hdet.operations import Operations
 from hdet.schedulers import AutoLR, OneCycleAutoLR
+from hdet.schedulers.explorer import Explorer
 from hdet.warm_start import warm_noisy_init
 
 __all__ = ["AutoLR", "Explorer", "OneCycleAutoLR", "Operations", "RoundRecord", "knobs", "warm_noisy_init"]

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hdet.spread import FloatArray
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 LARGEST = 2**53
 """Integers up to here are told apart by a float64, in which replicas compare them."""

@@ -11,14 +11,14 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "train": ("hdet.lab.train", "one run, on local processes or under torchrun, into a run folder"),
-    "watch": ("hdet.lab.watch", "a run folder, live in the terminal"),
-    "report": ("hdet.lab.report", "one HTML file about one run or several"),
-    "ablate": ("hdet.lab.ablate", "the paper's six configurations and AutoLR, side by side"),
-    "compare": ("hdet.lab.compare", "AutoLR, fixed learning rates and other methods, at equal budget"),
-    "doctor": ("hdet.lab.doctor", "whether HDET will work on this cluster, and what it will cost"),
-    "plan": ("hdet.lab.plan", "what HDET will cost, on paper, on up to 16,384 replicas"),
-    "demo": ("hdet.lab.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
+    "train": ("hdet.lab.commands.train", "one run, on local processes or under torchrun, into a run folder"),
+    "watch": ("hdet.lab.commands.watch", "a run folder, live in the terminal"),
+    "report": ("hdet.lab.commands.report", "one HTML file about one run or several"),
+    "ablate": ("hdet.lab.commands.ablate", "the paper's six configurations and AutoLR, side by side"),
+    "compare": ("hdet.lab.commands.compare", "AutoLR, fixed learning rates and other methods, at equal budget"),
+    "doctor": ("hdet.cluster.doctor", "whether HDET will work on this cluster, and what it will cost"),
+    "plan": ("hdet.cluster.plan", "what HDET will cost, on paper, on up to 16,384 replicas"),
+    "demo": ("hdet.lab.commands.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
 }
 LAB_PACKAGES = ("tyro", "rich", "jinja2", "matplotlib", "tensorboard")
 ON_CLUSTERS = ("doctor", "plan")
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec(package) is None:
             print(f"hdet {name} needs {package}; install it with: pip install 'hdet[lab]'", file=sys.stderr)
             return USAGE_ERROR
-    from hdet.lab.command_line import UsageError, printable
+    from hdet.command_line import UsageError, printable
 
     try:
         status: int = importlib.import_module(COMMANDS[name][0]).main(rest)

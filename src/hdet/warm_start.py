@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdet.checks import number, require, shown
 from hdet.checks import whole as integer
-from hdet.replicas import Replicas
-from hdet.sharding import sharding
+from hdet.replicas.group import Replicas
+from hdet.replicas.sharding import sharding
 
 
 @torch.no_grad()

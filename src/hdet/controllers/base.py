@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hdet.checks import numbers_of, shown
-from hdet.spread import FloatArray
+from hdet.checks import FloatArray, numbers_of, shown
 
 
 class Evidence(NamedTuple):

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hdet.checks import number, require, shown
+from hdet.checks import FloatArray, number, require, shown
 from hdet.controllers.base import Decision, Evidence
-from hdet.spread import FloatArray
 
 
 class EvidenceState(NamedTuple):

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hdet.checks import number, require, shown
+from hdet.checks import FloatArray, number, require, shown
 from hdet.controllers.base import Decision, Evidence
-from hdet.spread import FloatArray
 
 SEPARATED = 1 - 1e-6
 """How much of a knob the rounds so far must determine for its slope to count."""

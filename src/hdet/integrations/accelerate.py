@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from hdet.explorer import Explorer
 from hdet.history import RoundRecord
 from hdet.integrations.common import Scheduler, make_scheduler, missing
-from hdet.signal import Loss
+from hdet.schedulers.explorer import Explorer
+from hdet.signals.loss import Loss
 from hdet.sinks import Sink
 
 try:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdet.lab.recipe import schedule_table
-from hdet.lab.settings import open_task
+from hdet.lab.recipes import schedule_table
+from hdet.lab.runs.settings import open_task
 from hdet.lab.tasks.base import Task
 
 PACKAGES = {

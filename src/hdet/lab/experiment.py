@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from tyro.conf import Positional, UseAppendAction, arg
 
-from hdet.lab import provenance
-from hdet.lab.charts import Chart, write_pngs
-from hdet.lab.command_line import UsageError
-from hdet.lab.report_page import Table, page
-from hdet.lab.run_folder import plain
-from hdet.lab.settings import PEAK_SHARE, TASK_NAMES, open_task
-from hdet.lab.sweep import Run
+from hdet.command_line import UsageError
+from hdet.lab.reports.charts import Chart, write_pngs
+from hdet.lab.reports.page import Table, page
+from hdet.lab.runs import provenance
+from hdet.lab.runs.folder import plain
+from hdet.lab.runs.settings import PEAK_SHARE, TASK_NAMES, open_task
+from hdet.lab.stacked.sweep import Run
 from hdet.lab.tasks.base import Task
-from hdet.schedulers.assembly import starts_cold
+from hdet.schedulers._build import starts_cold
 
 RESULTS, PAGE = "results.json", "report.html"
 FINAL_SHARE = 0.02

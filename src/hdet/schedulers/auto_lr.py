@@ -23,10 +23,19 @@ from hdet.checks import whole_of
 from hdet.controllers import Controller, JointController
 from hdet.knobs import Knob
 from hdet.operations import PLAIN, Operations
-from hdet.probe import Probe
-from hdet.replicas import find_replicas
-from hdet.schedulers.arguments import MAX_LR, check_auto_lr, check_parts, check_total_steps
-from hdet.schedulers.assembly import (
+from hdet.policy.steering import NO_PANEL
+from hdet.replicas.group import find_replicas
+from hdet.schedulers._base import (
+    STATE_VERSION,
+    RoundFace,
+    cannot_load,
+    check_version,
+    follow_momentum,
+    lrs_of,
+    refuse_second,
+    write_lr,
+)
+from hdet.schedulers._build import (
     FIRST_SCALES,
     HOLD_SHARE,
     AnchorChoice,
@@ -40,19 +49,10 @@ from hdet.schedulers.assembly import (
     starts_cold,
     warn_if_alone,
 )
-from hdet.schedulers.face import (
-    STATE_VERSION,
-    RoundFace,
-    cannot_load,
-    check_version,
-    follow_momentum,
-    lrs_of,
-    refuse_second,
-    write_lr,
-)
-from hdet.schedulers.states import all_of, check_lrs, copied, is_torchs, leave_out_joined, load_schedule, parts_of
-from hdet.signal import Loss
-from hdet.steering import NO_PANEL
+from hdet.schedulers._options import MAX_LR, check_auto_lr, check_parts, check_total_steps
+from hdet.schedulers._torch_state import all_of, check_lrs, copied, is_torchs, leave_out_joined, load_schedule, parts_of
+from hdet.signals.loss import Loss
+from hdet.signals.probe import Probe
 
 
 class AutoLR(RoundFace, LRScheduler):

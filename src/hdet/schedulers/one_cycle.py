@@ -17,14 +17,14 @@ from hdet.checks import mapping_of
 from hdet.controllers import JointController, PaperController
 from hdet.knobs import Knob, Momentum
 from hdet.operations import PLAIN, Operations
-from hdet.probe import Probe
-from hdet.replicas import find_replicas
-from hdet.schedulers.arguments import check_last_epoch, check_one_cycle, check_parts
-from hdet.schedulers.assembly import Gradients, agree, auto_settings, common_facts, make_board, make_loop, warn_if_alone
-from hdet.schedulers.face import STATE_VERSION, RoundFace, cannot_load, check_version, follow_momentum, refuse_second
-from hdet.schedulers.states import check_one_cycle_state
-from hdet.signal import Loss
-from hdet.steering import NO_PANEL
+from hdet.policy.steering import NO_PANEL
+from hdet.replicas.group import find_replicas
+from hdet.schedulers._base import STATE_VERSION, RoundFace, cannot_load, check_version, follow_momentum, refuse_second
+from hdet.schedulers._build import Gradients, agree, auto_settings, common_facts, make_board, make_loop, warn_if_alone
+from hdet.schedulers._options import check_last_epoch, check_one_cycle, check_parts
+from hdet.schedulers._torch_state import check_one_cycle_state
+from hdet.signals.loss import Loss
+from hdet.signals.probe import Probe
 
 Decay = Literal["schedule", "floor", "printed"]
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from hdet.checks import FloatArray
 from hdet.controllers.base import Controller, Decision, Evidence, pack_state, unpack_state
-from hdet.spread import FloatArray, fan_out
+from hdet.policy.spread import fan_out
 
 NUM_ROUNDS = 6
 TOLERANCE = 1e-6

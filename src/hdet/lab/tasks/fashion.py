@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from hdet.lab.resnet import ResNet
+from hdet.lab.models.resnet import ResNet
 from hdet.lab.tasks.base import Batch, decay_groups, evaluation_mode, random_rows, split_rows
 from hdet.lab.tasks.download import check_sha256, read_or_download
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from hdet.lab.models.feed import FeedModel
 from hdet.lab.tasks.base import Batch, split_rows
 from hdet.lab.tasks.feed_data import LABELS, load_feed
-from hdet.lab.tasks.feed_model import FeedModel
 
 
 class FeedTask:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hdet.lab.gpt import GPT, next_token_loss
+from hdet.lab.models.gpt import GPT, next_token_loss
 from hdet.lab.tasks.base import Batch, decay_groups, random_rows, split_rows
 from hdet.lab.tasks.download import check_sha256, read_or_download
 

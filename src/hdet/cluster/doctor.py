@@ -1,0 +1,214 @@
+"""``hdet doctor``: whether HDET will work on these processes and this network, and what it will cost there."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hdet.cluster.checkup import Question, examine, no_report
+from hdet.cluster.cost import Method
+from hdet.command_line import UsageError, parse
+from hdet.launch import ReplicaError, launch
+
+PATIENCE = 5
+"""How many collectives' worth of time the whole examination may take."""
+A_MOMENT_S = 1.0
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Examine a cluster: do ranks agree, are there replicas, what does HDET cost here, which traps are there?
+
+    Under torchrun: torchrun ... -m hdet doctor; on this machine alone: hdet doctor --replicas 4.
+    Exit status 0 if HDET will work, perhaps with warnings; 1 if there is a problem; 2 for wrong options.
+    """
+
+    replicas: int | None = None
+    """Local processes to start, each a replica. Under torchrun the processes there are."""
+    model: str | None = None
+    """package.module:function that returns a model, (model, optimizer) or (model, optimizer, step); step() trains one
+    step. Default a stand-in."""
+    parameters: float = 1e7
+    """Of the stand-in, e.g. 1e9."""
+    tensors: int = 100
+    """That the stand-in's parameters are in."""
+    method: Method = "loss"
+    """What to examine for: OneCycleAutoLR (paper), or AutoLR with the loss or the gradient signal."""
+    interval: int = 1000
+    """T, steps of a round."""
+    step_ms: float | None = None
+    """Milliseconds of a training step, if you know better than the measurement."""
+    max_share: float = 0.05
+    """Share of the time above which HDET's cost is a problem."""
+    device: str | None = None
+    """cpu or cuda; default cuda where there is one."""
+    timeout_s: float = 60.0
+    """Seconds that ranks wait for each other; five times that for all of it."""
+    json: bool = False
+    """Print the report as JSON."""
+
+    def check(self) -> None:
+        """Raise UsageError for values that make no sense."""
+        self._require("replicas", "an integer >= 1", self.replicas is None or self.replicas >= 1)
+        self._require("parameters", "a finite number >= 1", 1 <= self.parameters < math.inf)
+        self._require("tensors", "between 1 and --parameters", 1 <= self.tensors <= self.parameters)
+        self._require("interval", "an integer >= 1", self.interval >= 1)
+        self._require("step_ms", "a finite number > 0", self.step_ms is None or 0 < self.step_ms < math.inf)
+        self._require("max_share", "in (0, 1]", 0 < self.max_share <= 1)
+        self._require("timeout_s", "a finite number > 0", 0 < self.timeout_s < math.inf)
+        self._require("model", "MODULE:FUNCTION", self.model is None or all(self.model.partition(":")))
+        self._require("device", "cpu or cuda", self.device in (None, "cpu", "cuda"))
+        num_gpus = torch.cuda.device_count()
+        if self.device == "cuda" and num_gpus < (self.replicas or 1):
+            raise UsageError(f"--device cuda needs a GPU for each process here, but there are {num_gpus}; use cpu")
+
+    def question(self) -> Question:
+        """What every rank is asked."""
+        own = {field.name: getattr(self, field.name) for field in fields(Question)}
+        enough = torch.cuda.device_count() >= (self.replicas or 1)
+        return Question(**{**own, "device": self.device or ("cuda" if enough else "cpu")})
+
+    def _require(self, name: str, rule: str, ok: bool) -> None:
+        if not ok:
+            raise UsageError(f"--{name.replace('_', '-')} must be {rule}, but got {getattr(self, name)!r}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns the exit status: 0, or 1 where there is a problem."""
+    options = parse(DoctorOptions, "doctor", arguments)
+    options.check()
+    question = options.question()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _main_under_torchrun(options, question)
+    num_replicas = options.replicas or 1
+    if num_replicas == 1:
+        report = examine(question)
+    else:
+        try:
+            timeout_s = PATIENCE * options.timeout_s
+            report = launch(
+                _local_rank, num_replicas, question, timeout_s=timeout_s, backend=BACKENDS[question.device]
+            )[0]
+        except ReplicaError as error:
+            # The last line of each traceback; ranks may have failed alike.
+            last = dict.fromkeys(text.strip().splitlines()[-1] for text in error.errors.values())
+            report = no_report(num_replicas, [line.removeprefix("RuntimeError: ") for line in last])
+        except TimeoutError as error:
+            report = no_report(num_replicas, [str(error)])
+    _tell(report, as_json=options.json)
+    return int(bool(report["problems"]))
+
+
+def _local_rank(question: Question) -> dict[str, Any]:
+    _take_gpu(question.device, dist.get_rank())
+    report = examine(question)
+    if report["failed_alone"]:
+        raise RuntimeError("; ".join(report["problems"]))  # ends the others, who may be waiting
+    return report
+
+
+def _main_under_torchrun(options: DoctorOptions, question: Question) -> int:
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if options.replicas not in (None, num_ranks):
+        raise UsageError(
+            f"--replicas must be left out or be the number of processes that torchrun has started, {num_ranks}, "
+            f"but got {options.replicas}"
+        )
+    # Whatever a user's model waits for, the processes end, and say where they were.
+    faulthandler.dump_traceback_later(PATIENCE * options.timeout_s, exit=True, file=2)
+    try:
+        _take_gpu(question.device, int(os.environ.get("LOCAL_RANK", rank)))
+        try:
+            dist.init_process_group(BACKENDS[question.device], timeout=timedelta(seconds=options.timeout_s))
+        except (RuntimeError, ValueError) as error:  # torch raises several types
+            raise UsageError(f"rank {rank} could not join the process group: {error}") from None
+        report = examine(question)
+        if rank == 0:
+            _tell(report, as_json=options.json)
+        elif report["failed_alone"]:
+            print("\n".join(f"hdet doctor: {problem}" for problem in report["problems"]), file=sys.stderr, flush=True)
+        # torchrun ends all as soon as one has failed: rank 0 should have told by then.
+        if report["failed_alone"]:
+            time.sleep(A_MOMENT_S)
+        else:
+            with contextlib.suppress(RuntimeError):
+                dist.barrier()
+        return int(bool(report["problems"]))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _take_gpu(device: str, local_rank: int) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+
+# -- the report -----------------------------------------------------------------------------------------------
+
+
+def _tell(report: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({key: value for key, value in report.items() if key != "failed_alone"}), flush=True)
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(_findings(report))
+    if "measured" in report:
+        console.print(_shares(report))
+    for kind in ("warning", "problem"):
+        for text in report[f"{kind}s"]:
+            console.print(f"{kind}: {text}", markup=False)
+    if not report["problems"]:
+        console.print("HDET will work here." + (" Mind the warnings." if report["warnings"] else ""))
+    sys.stdout.flush()
+
+
+def _findings(report: dict[str, Any]) -> Table:
+    table = Table("what", "found", title="hdet doctor", box=box.SIMPLE, title_justify="left")
+    rows = {"ranks": report["ranks"], **report["versions"]}
+    if "replicas" in report:
+        rows["replicas"] = report["replicas"]
+        rows["model"] = (
+            f"{report['model'] or 'stand-in'}: {report['parameters']:,} parameters, {report['tensors']} tensors"
+        )
+    if "measured" in report:
+        rows["step"] = f"{report['step_s'] * 1e3:.2f} ms" + (" (as given)" if report["step_ms"] else "")
+        line = report["all_reduce"]
+        if line["bytes_per_s"]:
+            rate = f"{line['bytes_per_s'] / 1e9:.2f} GB/s"
+            rows["all-reduce"] = f"{line['latency_s'] * 1e6:.0f} us + bytes / {rate}"
+        for sample in line["samples"]:
+            rows[f"  of {sample['bytes'] / 1024:,.0f} KB"] = f"{sample['seconds'] * 1e3:.2f} ms"
+        rows["memory"] = f"{report['memory_bytes_per_s'] / 1e9:.1f} GB/s"
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _shares(report: dict[str, Any]) -> Table:
+    predicted, measured = report["predicted"], report["measured"]
+    title = f"what --method {report['method']} costs"
+    table = Table("", "predicted", "measured", title=title, box=box.SIMPLE, title_justify="left")
+    table.add_row("end of a round", *(f"{found['end_s'] * 1e3:.2f} ms" for found in (predicted, measured)))
+    for interval, value in predicted["share_by_interval"].items():
+        chosen = " (chosen)" if interval == report["interval"] else ""
+        other = measured["share_by_interval"][interval]
+        table.add_row(f"share of the time, T = {interval}{chosen}", f"{value:.3%}", f"{other:.3%}")
+    return table

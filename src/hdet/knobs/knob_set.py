@@ -1,0 +1,117 @@
+"""The board: the knobs beside the learning rate, written, read off and probed as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hdet.checks import FloatArray, mapping_of, number, shown
+from hdet.controllers.base import Controller
+from hdet.history import KnobRecord
+from hdet.knobs import Knob
+from hdet.policy.steering import Panel
+from hdet.signals.probe import Probe, evaluate
+
+MAX_POSITION = 30.0
+"""Beyond e^30 times its start no knob means anything, and exponentials overflow not much later."""
+
+
+class Board:
+    """The knobs of a run, in the order of the steering's panel.
+
+    Args:
+        knobs: what is explored.
+        probe: a loss on held-out data to learn from, instead of the training loss.
+        model: put into evaluation mode for the probe.
+    """
+
+    def __init__(
+        self, knobs: Sequence[Knob] = (), *, probe: Probe | None = None, model: nn.Module | None = None
+    ) -> None:
+        self.knobs = tuple(knobs)
+        self.probe = probe
+        self.model = model
+
+    def __len__(self) -> int:
+        return len(self.knobs)
+
+    def __iter__(self) -> Iterator[Knob]:
+        return iter(self.knobs)
+
+    def bind(self, optimizer: Optimizer, *, gradients: str) -> None:
+        """Meet the optimizer. Raises where a knob cannot be explored, or nothing could be learned about it."""
+        names = [knob.name for knob in self.knobs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"knobs must have different names, but got {names}; pass name=")
+        for knob in self.knobs:
+            knob.check(gradients=gradients, has_probe=self.probe is not None)
+            knob.bind(optimizer)
+
+    def bounds(self) -> tuple[tuple[float, float], ...]:
+        pairs = [knob.position_bounds() for knob in self.knobs]
+        return tuple((max(low, -MAX_POSITION), min(high, MAX_POSITION)) for low, high in pairs)
+
+    def panel(self, controller: Controller | None, *, moves_lrs: bool = False, balanced: bool = True) -> Panel:
+        """The knobs as numbers."""
+        return Panel(
+            names=tuple(knob.name for knob in self.knobs),
+            spreads=tuple(knob.spread for knob in self.knobs),
+            bounds=self.bounds(),
+            adapted=tuple(knob.adapt for knob in self.knobs),
+            controller=controller,
+            moves_lrs=moves_lrs,
+            balanced=balanced,
+        )
+
+    def write(self, positions: FloatArray) -> None:
+        for knob, position in zip(self.knobs, positions.tolist(), strict=True):
+            knob.write(position)
+
+    def evaluate(self, own: FloatArray, base: FloatArray) -> float:
+        """The probe's loss, with this replica's positions ``own`` for the knobs that act outside training."""
+        assert self.probe is not None
+        # The others must not reach into the probe, through a criterion it shares with training: base for all replicas.
+        hidden = [i for i, knob in enumerate(self.knobs) if knob.acts == "training"]
+        for i in hidden:
+            self.knobs[i].write(float(base[i]))
+        try:
+            return evaluate(self.probe, self.model)
+        finally:
+            for i in hidden:
+                self.knobs[i].write(float(own[i]))
+
+    def record(
+        self, positions: Sequence[FloatArray], base: FloatArray, info: Mapping[str, Any], first_row: int
+    ) -> dict[str, KnobRecord]:
+        """For the history: where the knobs were on each replica, where their base is now, and what was seen."""
+        records = {}
+        for i, knob in enumerate(self.knobs):
+            seen = {
+                name: float(info[name][first_row + i]) if knob.adapt and name in info else math.nan
+                for name in ("slope", "standard_error", "z")
+            }
+            values = tuple(knob.value_at(float(place[i])) for place in positions)
+            records[knob.name] = KnobRecord(values, knob.value_at(float(base[i])), **seen)
+        return records
+
+    def starts(self) -> dict[str, float]:
+        return {knob.name: knob.start for knob in self.knobs}
+
+    def check_starts(self, starts: Mapping[str, Any]) -> dict[str, float]:
+        """Raise where a loaded state does not fit the knobs."""
+        starts = mapping_of(starts, "knobs")
+        if set(starts) != {knob.name for knob in self.knobs}:
+            raise ValueError(
+                f"knobs must be those of the state, {shown(list(starts))}, but got {sorted(self.starts())}"
+            )
+        for knob in self.knobs:
+            knob.check_start(number(starts[knob.name]))
+        return {name: float(value) for name, value in starts.items()}
+
+    def restart(self, starts: Mapping[str, float]) -> None:
+        for knob in self.knobs:
+            knob.start = starts[knob.name]

@@ -1,0 +1,39 @@
+"""The page of a report: one HTML file that needs nothing else, for light, dark, print and phone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from hdet.command_line import printable
+from hdet.lab.reports.charts import PALETTE, Chart
+
+# The same hues, lighter where the background is dark.
+DARK_PALETTE = ("#4fa8e0", "#ff8a3d", "#2fc79c", "#e29bc4", "#f2b632", "#a5dcff")
+
+
+@dataclass
+class Table:
+    """A title, a row of heads, and rows."""
+
+    title: str
+    heads: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+
+def page(title: str, tables: Sequence[Table], charts: Sequence[Chart], details: Sequence[Table]) -> str:
+    """The whole document; ``details`` are folded away. Whatever the texts hold, they are shown as text."""
+    environment = Environment(
+        loader=PackageLoader("hdet.lab.reports"), autoescape=True, undefined=StrictUndefined, finalize=_shown
+    )
+    return environment.get_template("page.html").render(
+        title=title, tables=tables, charts=charts, details=details, light=PALETTE, dark=DARK_PALETTE
+    )
+
+
+def _shown(value: Any) -> Any:
+    return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value)

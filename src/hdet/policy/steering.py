@@ -1,0 +1,293 @@
+"""The numbers of a run: who holds which multiplier, and where the learned scales stand. No tensors, no processes.
+
+The round loop drives it for real processes, the lab's stacked engine for runs simulated side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hdet.checks import FloatArray, flags_of, mapping_of, numbers_of, shown, whole_of
+from hdet.controllers.base import Controller, Evidence, grown, pack_state, unpack_state
+from hdet.policy.spread import assign, fan_out
+
+MAX_FALL = 2.0
+"""How far the logarithm of a scale may fall before the anchor is renewed."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The knobs beside the learning rates, as numbers.
+
+    Their scales are exponentials of positions: a knob's position is the logarithm of its scale.
+
+    Attributes:
+        names: of the knobs.
+        spreads: how far the outermost replicas are from each base position.
+        bounds: lowest and highest position of each.
+        adapted: which of them the controller may move.
+        controller: decides how they move; it sees the learning rates' multipliers first, then the knobs'. None to hold.
+        moves_lrs: whether it moves the learning rates too, instead of a controller of their own.
+        balanced: whether assignments are made as orthogonal as possible, or permuted independently.
+    """
+
+    names: tuple[str, ...]
+    spreads: tuple[float, ...]
+    bounds: tuple[tuple[float, float], ...]
+    adapted: tuple[bool, ...]
+    controller: Controller | None = None
+    moves_lrs: bool = False
+    balanced: bool = True
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+NO_PANEL = Panel((), (), (), ())
+
+
+class Steering:
+    """Fan-out and scales of ``num_knobs`` learning rates, and of a panel of other knobs, over the replicas.
+
+    Args:
+        num_knobs: how many learning rates are explored; each has its own permutation and its own scale.
+        num_replicas: N.
+        spread: alpha of Eq. 1.
+        controller: decides how the scales move; None to hold them.
+        scale_bounds: the scales stay inside.
+        gated: whether a schedule's own first rise needs evidence (Eq. 13).
+        seed: of the permutations.
+        round_index: number of the round that begins.
+        first_scale: where the scales start.
+        panel: the other knobs; their rows follow those of the learning rates everywhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_knobs: int,
+        num_replicas: int,
+        spread: float,
+        controller: Controller | None,
+        scale_bounds: tuple[float, float],
+        gated: bool = False,
+        seed: int = 0,
+        round_index: int = 0,
+        first_scale: float = 1.0,
+        panel: Panel = NO_PANEL,
+    ) -> None:
+        self.num_lrs = num_knobs
+        self.panel = panel
+        self.num_replicas = num_replicas
+        self.scale_bounds = scale_bounds
+        self.spread = spread
+        self.controller = controller
+        self.seed = seed
+        self.round_index = round_index
+        self.scales = np.full(num_knobs + len(panel), first_scale)
+        self.scales[num_knobs:] = 1.0
+        self.is_lr = np.arange(len(self.scales)) < num_knobs
+        self._set_limits(panel.bounds)
+        self.scales = np.clip(self.scales, self.low, self.high)
+        self.openness = np.zeros(len(self.scales))
+        self.rising = np.full(len(self.scales), gated) & self.is_lr
+        self.risen = np.zeros(len(self.scales))
+        self.fallen = np.zeros(len(self.scales))
+        self.state: Any = None
+        self.panel_state: Any = None
+        self._init_controllers()
+        self._fan_out()
+
+    def _set_limits(self, bounds: Sequence[tuple[float, float]]) -> None:
+        limits = [self.scale_bounds] * self.num_lrs + [(math.exp(low), math.exp(high)) for low, high in bounds]
+        self.low, self.high = (np.array(side) for side in zip(*limits, strict=True))
+
+    def set_bounds(self, bounds: Sequence[tuple[float, float]]) -> None:
+        """Bounds of the panel's positions, where knobs start from another value than was thought."""
+        self._set_limits(bounds)
+        self.scales = np.clip(self.scales, self.low, self.high)
+        self._fan_out()
+
+    def _init_controllers(self) -> None:
+        if self.controller is not None:
+            self.state = self.controller.init(self.num_lrs)
+        if self.panel.controller is not None:
+            self.panel_state = self.panel.controller.init(len(self.scales))
+
+    def _fan_out(self) -> None:
+        if not len(self.panel):
+            self.multipliers: FloatArray = fan_out(
+                self.num_replicas,
+                self.spread,
+                seed=self.seed,
+                round_index=self.round_index,
+                num_knobs=self.num_lrs,
+            )
+            return
+        spreads = np.array([*[self.spread] * self.num_lrs, *self.panel.spreads])
+        # What does not spread takes no column: it would be one less for the others to be orthogonal in.
+        places = np.zeros((len(self.scales), self.num_replicas))
+        places[spreads > 0] = assign(
+            self.num_replicas,
+            int((spreads > 0).sum()),
+            seed=self.seed,
+            round_index=self.round_index,
+            balanced=self.panel.balanced,
+        )
+        offsets = spreads[:, None] * places
+        # A knob at its bound is explored to one side only; the least squares sees where replicas really are.
+        base = np.log(self.scales)[:, None]
+        inside = np.clip(base + offsets, np.log(self.low)[:, None], np.log(self.high)[:, None]) - base
+        self.multipliers = 1.0 + np.where(self.is_lr[:, None], offsets, inside)
+
+    def add_lr(self) -> int:
+        """One more learning rate, of a param group that joins: it starts at the mean of the others. Returns its row."""
+        row = self.num_lrs
+        before = slice(0, row)
+        self.num_lrs += 1
+        self.scales = np.insert(self.scales, row, math.exp(float(np.log(self.scales[before]).mean())))
+        self.low = np.insert(self.low, row, self.scale_bounds[0])
+        self.high = np.insert(self.high, row, self.scale_bounds[1])
+        self.is_lr = np.insert(self.is_lr, row, True)
+        self.openness = np.insert(self.openness, row, self.openness[before].mean())
+        self.rising = np.insert(self.rising, row, self.rising[before].any())
+        self.risen = np.insert(self.risen, row, 0.0)
+        self.fallen = np.insert(self.fallen, row, 0.0)
+        if self.controller is not None:
+            self.state = grown(self.controller, self.state, self.num_lrs, row)
+        if self.panel.controller is not None:
+            self.panel_state = grown(self.panel.controller, self.panel_state, len(self.scales), row)
+        if len(self.panel):
+            # Others must keep theirs until the round ends, and balanced ones depend on their number.
+            self.multipliers = np.insert(self.multipliers, row, 1.0, axis=0)
+        else:
+            self._fan_out()
+        return row
+
+    def positions(self, replica: int | None = None) -> FloatArray:
+        """Where the panel's knobs stand on a replica; None for their base."""
+        base: FloatArray = np.log(self.scales[self.num_lrs :])
+        return base if replica is None else base + self.multipliers[self.num_lrs :, replica] - 1.0
+
+    def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None) -> dict[str, Any]:
+        """Let the controllers move the scales; returns what they looked at, the panel's under ``"panel"``."""
+        info: dict[str, Any] = {}
+        factors = np.ones_like(self.scales)
+        lrs = slice(0, self.num_lrs)
+        # A controller without an opinion on the warm-up lets it through.
+        self.openness = np.ones_like(self.scales)
+        if self.controller is not None:
+            self.state, decision = self.controller.update(
+                self.state, Evidence(losses, self.multipliers[lrs], slopes, self.risen[lrs])
+            )
+            factors[lrs] = decision.factors
+            if decision.openness is not None:
+                self.openness[lrs] = decision.openness
+            info = dict(decision.info)
+        if self.panel.controller is not None:
+            self.panel_state, decision = self.panel.controller.update(
+                self.panel_state, Evidence(losses, self.multipliers)
+            )
+            moved = np.array([*[self.panel.moves_lrs] * self.num_lrs, *self.panel.adapted])
+            factors[moved] = decision.factors[moved]
+            info["panel"] = dict(decision.info)
+        self.scales = np.clip(self.scales * factors, self.low, self.high)
+        self.fallen = np.where(self.is_lr, np.maximum(self.fallen - np.log(factors), 0.0), 0.0)
+        return info
+
+    def rise(self, log_ratios: FloatArray) -> None:
+        """Eq. 13, step by step: the schedule moves by exp(log_ratios); take back what the evidence does not support.
+
+        Only a schedule's first rise is a warm-up. The gate of a knob is gone once its schedule has fallen.
+        """
+        self.rising = self.rising & (log_ratios >= 0)
+        unsupported = np.where(self.rising, log_ratios * (1 - self.openness), 0.0)
+        self.scales = np.clip(self.scales * np.exp(-unsupported), self.low, self.high)
+        self.risen = self.risen + np.where(self.rising, log_ratios - unsupported, 0.0)
+
+    def wants_new_anchor(self) -> bool:
+        """Whether the scales have fallen so far that the way since the anchor says nothing about the present.
+
+        What an overshoot has displaced, a smaller learning rate cannot bring back: seen from the old anchor it would
+        look too large for ever. True once for each fall; the evidence is forgotten with the anchor.
+        """
+        if (self.fallen < MAX_FALL).all():
+            return False
+        self.fallen = np.zeros_like(self.fallen)
+        self._forget()
+        return True
+
+    def cut(self, factor: float) -> None:
+        """After a rollback: lower all learning rates, and forget the evidence that led there."""
+        self.scales = np.clip(np.where(self.is_lr, self.scales * factor, self.scales), self.low, self.high)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.openness = np.zeros_like(self.openness)
+        self._init_controllers()
+
+    def next_round(self) -> None:
+        self.round_index += 1
+        self.risen = np.zeros_like(self.risen)
+        self._fan_out()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "round": self.round_index,
+            "num_replicas": self.num_replicas,
+            "scales": self.scales.tolist(),
+            "openness": self.openness.tolist(),
+            "rising": self.rising.tolist(),
+            "risen": self.risen.tolist(),
+            "fallen": self.fallen.tolist(),
+            "controller": pack_state(self.state) if self.controller is not None else {},
+            "panel": {
+                "names": list(self.panel.names),
+                "controller": pack_state(self.panel_state) if self.panel.controller is not None else {},
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``. A state that cannot be used raises ValueError and changes nothing."""
+        num_knobs = len(self.scales)
+        panel = mapping_of(state["panel"], "panel")
+        names = panel["names"]
+        if not isinstance(names, (list, tuple)) or list(names) != list(self.panel.names):
+            raise ValueError(f"knobs must be those of the state, {shown(names)}, but got {list(self.panel.names)}")
+        scales = numbers_of(state["scales"], "scales", num_knobs, each=", one for each knob")
+        openness = numbers_of(state["openness"], "openness", num_knobs, low=0, high=1)
+        rising = flags_of(state["rising"], "rising", num_knobs)
+        if not (scales > 0).all():
+            raise ValueError(f"scales must be positive, but got {shown(state['scales'])}")
+        risen = numbers_of(state["risen"], "risen", num_knobs, low=0)
+        fallen = numbers_of(state["fallen"], "fallen", num_knobs, low=0)
+        controller_state = _controller_state(self.controller, state["controller"], self.num_lrs)
+        panel_state = _controller_state(self.panel.controller, panel["controller"], num_knobs)
+        seed, round_index = whole_of(state["seed"], "seed"), whole_of(state["round"], "round")
+        self.seed, self.round_index = seed, round_index
+        # Other bounds than those it was saved with hold from now on; the panel's are set after this.
+        self.scales = np.where(self.is_lr, np.clip(scales, self.low, self.high), scales)
+        self.openness, self.rising = openness, rising
+        self.risen, self.fallen = risen, fallen
+        self.state, self.panel_state = controller_state, panel_state
+        self._fan_out()
+
+
+def _controller_state(controller: Controller | None, packed: Mapping[str, Any], num_knobs: int) -> Any:
+    if controller is None:
+        return None
+    fresh = controller.init(num_knobs)
+    # A checkpoint of a run without a controller has nothing for it, so it starts fresh.
+    if not mapping_of(packed, "controller"):
+        return fresh
+    state = unpack_state(packed, fresh)
+    check: Any = getattr(controller, "check_state", None)
+    if check is not None:
+        check(state)
+    return state

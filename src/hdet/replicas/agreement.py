@@ -1,0 +1,107 @@
+"""What replicas tell each other before they average, and why they might not."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from hdet.checks import FloatArray
+from hdet.replicas.group import Replicas
+
+
+class Note(NamedTuple):
+    """One replica's facts at the end of a round, or when asked in its middle.
+
+    Attributes:
+        step: optimizer steps it has taken.
+        total, weight: weighted sum of its losses, and the weights'.
+        healthy: whether its weights are finite.
+        shapes, state: digests of what it would average, and of where its scheduler stands.
+        probe: its loss on held-out data, NaN without.
+        num_updates: calls of its optimizer in this round; 0 where nobody counts.
+        asked: whether it was asked to meet, by converge(), converged() or finish(), instead of ending a round.
+    """
+
+    step: int
+    total: float
+    weight: float
+    healthy: bool
+    shapes: int
+    state: int
+    probe: float = math.nan
+    num_updates: int = 0
+    asked: bool = False
+
+
+def compare_notes(
+    replicas: Replicas,
+    mine: Note,
+    *,
+    losses_required: bool,
+    updates_alike: bool = False,
+    num_steps: int | None = None,
+) -> dict[str, FloatArray]:
+    """Everyone's facts, an array each; an error on all replicas where they cannot go on together.
+
+    Nothing has been changed when it raises. One small collective.
+    """
+    rows = replicas.gather([float(fact) for fact in mine], step=mine.step)
+    # What a replica's parts saw makes up what it saw. All must decide alike, or its shards no longer fit together.
+    totals, weights = rows[:, :, 1].sum(axis=1), rows[:, :, 2].sum(axis=1)
+    healthy, probes = rows[:, :, 3].min(axis=1), rows[:, :, 6].mean(axis=1)
+    steps, states, shapes = rows[:, :, 0].flatten(), rows[:, :, 5].flatten(), rows[:, :, 4]
+    if len(set(steps)) > 1:
+        by_replica = [sorted({int(s) for s in parts}) for parts in rows[:, :, 0]]
+        listing = ", ".join(f"replica {r}: {' and '.join(map(str, found))}" for r, found in enumerate(by_replica))
+        asked = rows[:, :, 8].max(axis=1) > 0
+        alone = (
+            f"only replicas {np.flatnonzero(asked).tolist()} are in converge(), converged() or finish(), which must be "
+            "called on every rank after the same step; "
+        )
+        raise RuntimeError(
+            f"replicas must take the same number of steps between converges, but got {listing}; "
+            f"{alone if asked.any() and not asked.all() else ''}"
+            "check for uneven data or steps skipped on some ranks. No weights were averaged"
+        )
+    num_updates = rows[:, 0, 7]
+    if updates_alike and len(set(rows[:, :, 7].flatten())) > 1:
+        listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
+        raise RuntimeError(
+            "replicas that share gradients must take the same optimizer steps, but in the round up to step "
+            f"{mine.step} they took {listing}; never skip optimizer.step() on some ranks alone. Nothing was averaged"
+        )
+    # Fewer than the scheduler's is a GradScaler's business. More on some alone: they have left out scheduler.step().
+    if num_steps is not None and num_updates.min() <= num_steps < num_updates.max():
+        listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
+        raise RuntimeError(
+            f"scheduler.step() must follow every optimizer step on all replicas, but in the {num_steps} steps up to "
+            f"step {mine.step} their optimizers took {listing}; never skip it on some ranks alone. Nothing was averaged"
+        )
+    if (shapes != shapes[0]).any():  # parts of one replica may differ, those of two not
+        raise RuntimeError(
+            f"replicas must hold the same parameters, but their shapes differ at step {mine.step} (digest by replica: "
+            f"{[int(s) for s in shapes.flatten()]}); add param groups and freeze parameters on all ranks alike"
+        )
+    if len(set(states)) > 1:
+        raise RuntimeError(
+            f"replicas must continue from the same scheduler state, but at step {mine.step} theirs differ (digest by "
+            f"replica: {[int(d) for d in states]}); load the same state_dict on every rank"
+        )
+    if losses_required and not weights.all():
+        raise RuntimeError(
+            f"the controller needs a loss from every replica in every round, but replicas "
+            f"{np.flatnonzero(weights == 0).tolist()} gave none up to step {mine.step}; "
+            "call step(loss), or observe(loss) before a bare step()"
+        )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        losses = totals / weights
+    return {
+        "totals": totals,
+        "weights": weights,
+        "healthy": healthy,
+        "losses": losses,
+        "probes": probes,
+        "num_updates": num_updates,
+    }

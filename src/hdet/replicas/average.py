@@ -1,0 +1,236 @@
+"""Converge: the replicas' weights become their mean (Eq. 3), in buckets, without a second copy of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hdet.replicas.group import Replicas
+
+BUCKET_BYTES = 24 * 2**20
+"""Size of one bucket. Two are in use at a time, and they are all a converge allocates."""
+
+_Kind = tuple[torch.device, torch.dtype]
+Buffers = dict[torch.device, list[Tensor]]
+"""Buckets, as bytes, kept from one converge for the next: fresh memory costs the host more than the copying does."""
+
+
+class _Bucket(NamedTuple):
+    buffer: Tensor
+    pieces: list[Tensor]
+    views: list[Tensor]
+    work: dist.Work
+
+
+def is_healthy(tensors: Sequence[Tensor]) -> bool:
+    """Whether every floating-point value is finite. Waits for the device."""
+    by_kind: dict[_Kind, list[Tensor]] = {}
+    for t in _floating(tensors):
+        by_kind.setdefault((t.device, t.dtype), []).append(t)
+    # The norm is the fastest pass over memory torch has and finite almost always; it may overflow where the values
+    # do not, so only a non-finite norm is worth a look at the values themselves.
+    norms = [torch.stack(torch._foreach_norm(kind)).double().sum() for kind in by_kind.values()]
+    if math.isfinite(sum(norm.item() for norm in norms)):
+        return True
+    return all(bool(torch.isfinite(piece).all()) for t in _floating(tensors) for piece in _pieces(t, BUCKET_BYTES))
+
+
+@torch.no_grad()
+def mean_(
+    tensors: Iterable[Tensor],
+    replicas: Replicas,
+    healthy: Sequence[bool],
+    buffers: Buffers | None = None,
+    *,
+    share: float = 1.0,
+    receives: bool = True,
+) -> Tensor:
+    """Replace each tensor by its mean over the healthy replicas, in place and bit-identically on all of them.
+
+    Floating-point and complex tensors are summed in float32 (float64 for float64), whatever their own precision;
+    integer and boolean tensors become the maximum. Tensors may be strided, empty or expanded. A replica that is not
+    healthy contributes nothing and receives the mean. ``share`` is what this replica's floating-point values count,
+    1 on average over the healthy ones. With ``receives=False`` this replica gives, and keeps what it has.
+
+    Returns:
+        The Euclidean distance between this replica's floating-point values and the mean it received, as a 0-d tensor
+        that nobody has waited for.
+    """
+    contributes = healthy[replicas.index]
+    num_healthy = sum(healthy)
+    squares: list[Tensor] = []
+    in_flight: list[_Bucket] = []
+    spare: Buffers = {} if buffers is None else buffers
+
+    def finish(bucket: _Bucket) -> None:
+        bucket.work.wait()
+        for piece, total in zip(bucket.pieces, bucket.views, strict=True) if receives else ():
+            if not piece.is_floating_point():
+                piece.copy_(total)
+                continue
+            # In place, while the piece is in cache: first the displacement, for the distance, then the mean.
+            piece.sub_(total, alpha=1 / num_healthy)
+            squares.append(_square_norm(piece, total.dtype))
+            torch.div(total, num_healthy, out=piece)
+        spare[bucket.buffer.device].append(bucket.buffer)
+
+    views_of_all = [memory_view(t) for t in tensors if t.numel()]
+    # One size for all buckets of a device, so that each can serve any of them.
+    num_bytes = sum(t.numel() * _kind(t)[1].itemsize for t in views_of_all)
+    for pieces in _buckets(views_of_all):
+        if len(in_flight) == 2:
+            finish(in_flight.pop(0))
+        device, dtype = _kind(pieces[0])
+        size = sum(piece.numel() for piece in pieces)
+        free = spare.setdefault(device, [])
+        if free and free[-1].nbytes < size * dtype.itemsize:
+            free.clear()  # kept from a smaller model
+        if not free:
+            free.append(torch.empty(min(BUCKET_BYTES, num_bytes), dtype=torch.uint8, device=device))
+        buffer = free.pop()
+        flat = buffer[: size * dtype.itemsize].view(dtype)
+        views = _views(flat, pieces)
+        is_integer = dtype == torch.int64
+        if contributes:
+            _pack(pieces, views, flat)
+        else:
+            flat.fill_(torch.iinfo(dtype).min if is_integer else 0)
+        if share != 1 and not is_integer:
+            flat.mul_(share)
+        in_flight.append(_Bucket(buffer, pieces, views, _all_reduce(flat, replicas)))
+    for bucket in in_flight:
+        finish(bucket)
+    if not squares:
+        return torch.zeros(())
+    return torch.stack([s.double().cpu() if s.device.type == "mps" else s.double() for s in squares]).sum().sqrt()
+
+
+class Flight:
+    """A mean on its way (Eq. 3) while training goes on. Takes two copies of the tensors until it lands.
+
+    Args:
+        tensors: as in :func:`mean_`.
+        replicas: who takes part; all of them healthy.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], replicas: Replicas) -> None:
+        self._tensors = [memory_view(t) for t in tensors if t.numel()]
+        self._own = [t.clone() for t in self._tensors]
+        self._count = replicas.count
+        self._buckets: list[_Bucket] = []
+        for pieces, own in zip(_buckets(self._tensors), _buckets(self._own), strict=True):
+            device, dtype = _kind(pieces[0])
+            flat = torch.empty(sum(p.numel() for p in pieces), dtype=dtype, device=device)
+            views = _views(flat, pieces)
+            _pack(own, views, flat)
+            self._buckets.append(_Bucket(flat, pieces, views, _all_reduce(flat, replicas)))
+
+    @torch.no_grad()
+    def land(self, settle: Callable[[], None]) -> None:
+        """Wait for the mean; then each tensor is where ``settle`` leaves the mean, plus what it has been trained since.
+
+        ``settle`` is called with the tensors at the mean. Nobody waits for other replicas' later steps.
+        """
+        moving = [(t, own) for t, own in zip(self._tensors, self._own, strict=True) if t.dtype != torch.bool]
+        for tensor, own in moving:
+            torch.sub(tensor, own, out=own)
+        for bucket in self._buckets:
+            bucket.work.wait()
+            for piece, total in zip(bucket.pieces, bucket.views, strict=True):
+                if piece.is_floating_point():
+                    torch.div(total, self._count, out=piece)
+                else:
+                    piece.copy_(total)
+        settle()
+        for tensor, trained in moving:
+            tensor.add_(trained)
+
+    def abandon(self) -> None:
+        """Wait for the mean and forget it: its memory must not be freed under a collective."""
+        for bucket in self._buckets:
+            bucket.work.wait()
+
+
+def _views(flat: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:
+    return [v.view(p.shape) for v, p in zip(torch.split(flat, [p.numel() for p in pieces]), pieces, strict=True)]
+
+
+def _pack(pieces: Sequence[Tensor], views: Sequence[Tensor], flat: Tensor) -> None:
+    if all(p.dtype == flat.dtype and p.is_contiguous() for p in pieces):
+        torch.cat([p.view(-1) for p in pieces], out=flat)  # on the host twice as fast as copying
+    else:
+        torch._foreach_copy_(list(views), list(pieces))
+
+
+def _all_reduce(flat: Tensor, replicas: Replicas) -> dist.Work:
+    op = dist.ReduceOp.MAX if flat.dtype == torch.int64 else dist.ReduceOp.SUM
+    work: dist.Work = dist.all_reduce(flat, op, group=replicas.group, async_op=True)
+    return work
+
+
+def _square_norm(piece: Tensor, dtype: torch.dtype) -> Tensor:
+    if piece.dtype == dtype and piece.is_contiguous():
+        flat = piece.view(-1)
+        return torch.dot(flat, flat)  # the fastest on the host
+    norm: Tensor = torch.linalg.vector_norm(piece, dtype=dtype)
+    return norm.square_()
+
+
+def memory_view(tensor: Tensor) -> Tensor:
+    """A view that names every element of memory once: expanded dimensions are cut to length 1."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_contiguous():
+        return tensor
+    for dim in expanded_dims(tensor):
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def expanded_dims(tensor: Tensor) -> list[int]:
+    """Dimensions along which all elements share their memory."""
+    return [d for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if stride == 0 and n > 1]
+
+
+def _floating(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [m for t in tensors if (m := memory_view(t)).is_floating_point() and m.numel()]
+
+
+def _kind(piece: Tensor) -> _Kind:
+    if not piece.is_floating_point():
+        return piece.device, torch.int64
+    return piece.device, torch.float64 if piece.dtype == torch.float64 else torch.float32
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Pack the tensors into buckets. A function of shapes and dtypes alone, so that all replicas pack alike."""
+    for kind in dict.fromkeys(_kind(t) for t in tensors):
+        capacity = BUCKET_BYTES // kind[1].itemsize
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in tensors:
+            if _kind(tensor) != kind:
+                continue
+            for piece in _pieces(tensor, capacity):
+                if size + piece.numel() > capacity:
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append(piece)
+                size += piece.numel()
+        yield bucket
+
+
+def _pieces(tensor: Tensor, capacity: int) -> Iterator[Tensor]:
+    """Views of at most ``capacity`` elements: halves along the longest dimension, so strides do not matter."""
+    if tensor.numel() <= capacity:
+        yield tensor
+        return
+    dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
+    half = tensor.shape[dim] // 2
+    yield from _pieces(tensor.narrow(dim, 0, half), capacity)
+    yield from _pieces(tensor.narrow(dim, half, tensor.shape[dim] - half), capacity)

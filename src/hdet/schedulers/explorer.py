@@ -1,0 +1,293 @@
+"""Explorer: any scalar hyperparameter, in a loop that keeps its own learning-rate schedule or has none."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from hdet.checks import whole_of
+from hdet.controllers import Controller, JointController
+from hdet.knobs import Knob, LearningRate
+from hdet.operations import PLAIN, Operations
+from hdet.replicas.group import find_replicas
+from hdet.schedulers._base import (
+    STATE_VERSION,
+    RoundFace,
+    cannot_load,
+    check_version,
+    lrs_of,
+    refuse_second,
+    write_lr,
+)
+from hdet.schedulers._build import AnchorChoice, Device, Gradients, agree, common_facts, make_board, make_loop
+from hdet.schedulers._options import check_explorer, check_parts
+from hdet.signals.loss import Loss
+from hdet.signals.probe import Probe
+from hdet.weights.outer import OuterStep, StatePolicy
+
+LR_OPTIMISM = 0.75
+"""Optimism of the learning rate under the loss signal; other knobs have none."""
+
+
+class Explorer(RoundFace):
+    r"""Replicas train with different values of some knobs; what worked moves the shared values.
+
+    Every ``interval`` steps the replicas' weights are averaged, the differences of their losses are attributed to
+    their knobs by least squares, each base value moves as far as the evidence goes, and new values are dealt.
+
+    Call ``step(loss)`` after ``optimizer.step()``, and :meth:`finish` at the end: it averages the weights and leaves
+    every knob at its base value. With ``total_steps`` the last step does that by itself.
+
+    Args:
+        model: the model that is trained, wrapped in DistributedDataParallel if it is.
+        optimizer: its optimizer.
+        knobs: of :mod:`hdet.knobs`. Without a ``LearningRate`` among them the learning rate is left alone, so any
+            scheduler of torch's may drive it; AutoLR and OneCycleAutoLR take knobs themselves. With none at all and
+            local gradients this is local SGD, or DiLoCo.
+        interval: T, optimizer steps of a round.
+        gradients: ``"shared"``: averaged in every step, as DistributedDataParallel does. ``"local"``: not at all inside
+            a round, which cuts communication by a factor of T; replicas then see the effect of every knob.
+        probe: a function that returns the loss on held-out data, the same on every replica. It is called at the end of
+            a round in evaluation mode, and is what knobs learn from instead of the training loss.
+        total_steps: length of the run, where it is known.
+        controller: what moves the base values; default a ``JointController``. A ``PaperController`` gives the
+            paper's softmax.
+        assignment: ``"balanced"``, as orthogonal as the number of replicas allows, or ``"permutation"``, the paper's
+            independent permutations.
+        anchor: from where the learning rate's effect is measured, as in AutoLR.
+        anchor_device: where its copy of the weights is kept.
+        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"`` or an ``OuterStep``.
+        optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
+            and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
+            rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
+            moment, and one rank's checkpoint is enough. ``"reset"`` starts it anew.
+        start_steps: steps before base values may move.
+        rollback: whether a broken round is undone. Two copies of the weights and of the optimizer's state.
+        max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,
+            with a warning; see ``Operations(strict_rollbacks=True)`` for an error. As many in a row are an error.
+        snapshot_device: where those copies are kept; default beside the weights.
+        operations: what is done about faults, and how replicas meet on a large cluster.
+        process_group: the ranks that train this model; default all of them.
+        seed: of the assignments.
+
+    Example:
+        >>> import torch
+        >>> from hdet import Explorer, knobs
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> held_out = torch.randn(8, 3)
+        >>> def probe():
+        ...     return model(held_out).square().mean()
+        >>> explorer = Explorer(model, optimizer, knobs=[knobs.WeightDecay()], interval=10, probe=probe)
+        >>> loss = model(torch.randn(4, 3)).square().mean()
+        >>> loss.backward()
+        >>> optimizer.step(); explorer.step(loss)
+        >>> explorer.finish()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        knobs: Sequence[Knob | LearningRate] = (),
+        interval: int,
+        gradients: Gradients = "shared",
+        probe: Probe | None = None,
+        total_steps: int | None = None,
+        controller: Controller | None = None,
+        assignment: Literal["balanced", "permutation"] = "balanced",
+        anchor: AnchorChoice = "start",
+        anchor_device: Device = None,
+        outer: OuterStep | Literal["mean", "weighted", "nesterov"] = "mean",
+        optimizer_state: StatePolicy = "keep",
+        start_steps: int = 0,
+        rollback: bool = True,
+        max_rollbacks: int = 20,
+        snapshot_device: Device = None,
+        operations: Operations = PLAIN,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module, but got {type(model).__name__}")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}")
+        check_parts(
+            knobs=knobs, controller=controller, process_group=process_group, anchor_device=anchor_device,
+            snapshot_device=snapshot_device,
+        )  # fmt: skip
+        arguments: dict[str, Any] = {
+            "interval": interval,
+            "total_steps": total_steps,
+            "assignment": assignment,
+            "anchor": anchor,
+            "optimizer_state": optimizer_state,
+            "start_steps": start_steps,
+            "rollback": rollback,
+            "max_rollbacks": max_rollbacks,
+            "seed": seed,
+        }
+        check_explorer(arguments)
+        refuse_second(optimizer)
+        outer = outer if isinstance(outer, OuterStep) else OuterStep(outer)
+        rates = [knob for knob in knobs if isinstance(knob, LearningRate)]
+        if len(rates) > 1:
+            raise ValueError(f"knobs must contain LearningRate once at most, but got {len(rates)}")
+        board = make_board([k for k in knobs if not isinstance(k, LearningRate)], probe, model, optimizer, gradients)
+        rate = rates[0] if rates else LearningRate(spread=0.0, adapt=False)
+        if gradients == "shared" and outer.kind == "nesterov" and not knobs:
+            raise ValueError('outer="nesterov" needs replicas that differ; use gradients="local", or pass knobs')
+        if not knobs and gradients == "shared":
+            raise ValueError('knobs must not be empty with gradients="shared": there would be nothing to explore')
+        apart = gradients == "local" or rate.spread > 0 or any(knob.spread for knob in board)
+        replicas = find_replicas(optimizer, process_group, spread=float(apart))
+        facts = {**arguments, "outer": outer, "learning_rate": vars(rate), **common_facts(board, gradients, operations)}
+        agree(replicas, facts, optimizer, model, wait=True)
+        if replicas.count == 1:
+            warnings.warn(
+                "Explorer compares replicas, and there is one: training continues with every knob as it is. Start "
+                "several with torchrun, and initialise the process group first",
+                stacklevel=2,
+            )
+        self.optimizer = optimizer
+        self.total_steps = total_steps
+        self.last_epoch = 0
+        self._explores_lr = bool(rates)
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        num_lrs = 1 if rate.together else len(optimizer.param_groups)
+        if controller is None:
+            controller = JointController(optimism=[LR_OPTIMISM] * num_lrs + [0.0] * len(board))
+        adapts = rate.adapt or any(knob.adapt for knob in board)
+        loop = make_loop(
+            optimizer,
+            model,
+            replicas,
+            controller=None,
+            spread=rate.spread,
+            interval=interval,
+            acting=(start_steps, math.inf),
+            scale_bounds=(1e-6, 1e6) if rates else (1.0, 1.0),
+            seed=seed,
+            step=0,
+            together=rate.together,
+            anchor=anchor,
+            anchor_device=anchor_device,
+            rollback=rollback,
+            max_rollbacks=max_rollbacks,
+            snapshot_device=snapshot_device,
+            board=board,
+            panel=board.panel(controller if adapts else None, moves_lrs=rate.adapt, balanced=assignment == "balanced"),
+            gradients=gradients,
+            operations=operations,
+            outer=outer,
+            optimizer_state=optimizer_state,
+        )
+        self._last_lr = list(self._base_lrs)
+        self._attach(optimizer, loop)
+        self._refresh()
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def step(self, loss: Loss | None = None) -> None:
+        """Count one optimizer step; end the round when it is due.
+
+        Args:
+            loss: this replica's loss of the step, as a number or a one-element float tensor on any device. It is not
+                read before the round ends. Optional with a probe, or where :meth:`observe` is used.
+        """
+        loop = self._rounds
+        with loop.lock:
+            if loop.finished:
+                raise RuntimeError(f"training was finished at step {self.last_epoch}; make a new Explorer to go on")
+            step = self.last_epoch + 1
+            if loss is not None:
+                loop.observe(loss)
+            last = step == self.total_steps
+            if last or loop.needs_end_step(step):
+                self._check_lrs()
+                if loop.end_step(step, self._schedule(), last=last):
+                    self._refresh()
+            self.last_epoch = step
+
+    @contextmanager
+    def converged(self) -> Iterator[None]:
+        try:
+            with super().converged():
+                self._refresh()
+                yield
+        finally:
+            self._refresh()
+
+    def finish(self) -> None:
+        super().finish()
+        self._refresh()
+
+    def _schedule(self) -> list[float]:
+        """What the learning rates would be without exploration."""
+        return self._base_lrs if self._explores_lr else [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _check_lrs(self) -> None:
+        found = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if self._explores_lr and any(not math.isclose(a, float(b), rel_tol=1e-6) for a, b in zip(found, self._last_lr)):  # noqa: B905
+            raise RuntimeError(
+                f"learning rates must be left to the Explorer that explores them, but {self._last_lr} became {found}; "
+                "with a schedule, use AutoLR(schedule, knobs=[...]) instead of a LearningRate knob"
+            )
+
+    def _refresh(self) -> None:
+        if self._explores_lr:
+            loop = self._rounds
+            scales = loop.steering.scales[loop.knob_of_group].tolist()
+            factors = scales if loop.finished or loop._inside_converged else loop.factors
+            lrs = loop.of_all(self._base_lrs)
+            for group, lr, factor in zip(self.optimizer.param_groups, lrs, factors, strict=True):
+                write_lr(group, float(lr * factor))
+            self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _first_lr(self) -> float:
+        return self._base_lrs[0]
+
+    def _in_charge(self) -> bool:
+        return self._rounds.active
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in plain types and tensors, the same on every rank: save it on one, load it on all.
+
+        Save it, the model and the optimizer inside :meth:`converged`, where the weights are the mean and every knob is
+        at its base value.
+        """
+        self._warn_if_apart()
+        with self._rounds.lock:
+            return {
+                "version": STATE_VERSION,
+                "step": self.last_epoch,
+                "base_lrs": list(self._base_lrs),
+                "rounds": self._rounds.state_dict(),
+            }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``, and write every knob. Load model and optimizer first.
+
+        A state that cannot be used raises ValueError and changes nothing.
+        """
+        check_version(state_dict, "Explorer")
+        with self._rounds.lock:
+            try:
+                step = whole_of(state_dict["step"], "step")
+                rounds = self._rounds
+                lrs = lrs_of(state_dict["base_lrs"], "base_lrs", rounds.num_scheduled(state_dict["rounds"]))
+                rounds.load_state_dict(state_dict["rounds"], step=step)
+            except Exception as error:
+                raise cannot_load(error) from error
+            self.last_epoch, self._base_lrs = step, lrs
+            self._refresh()

@@ -1,0 +1,196 @@
+"""The first-order signal: <g, theta - A>, the derivative of the loss over log(learning rate), from gradients at hand.
+
+As the spread goes to 0, the slope of the replicas' losses on the line through the anchor becomes this dot product. It
+needs no replicas, no weights apart, and has far less noise; it serves the learning rate only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.checks import FloatArray, numbers_of, shown
+from hdet.replicas.sharding import local_tensor, num_shards, sharding
+from hdet.weights.anchor import Anchor
+
+LARGE_MODEL = 10_000_000
+
+MAX_SAMPLES = 64
+"""Samples of one round. A longer round samples every so many steps."""
+
+
+def default_sample_every(optimizer: Optimizer, interval: int) -> int:
+    """Steps between samples: all that fit into a round's table; for large models every eighth at most.
+
+    A sample reads weights, anchor and gradient once, about a third of what the optimizer's step moves. Every eighth
+    step keeps that below a hundredth of a training step on a GPU; small models are cheap, and their rounds are short.
+    """
+    # Of an even share, not of this rank's own: ranks must not differ.
+    num_parameters = sum(_num_elements(p) for group in optimizer.param_groups for p in group["params"])
+    return max(math.ceil(interval / MAX_SAMPLES), 8 if num_parameters > LARGE_MODEL else 1)
+
+
+class GradientSignal:
+    """Samples <g, theta - A> of each knob in optimizer steps, on the device; :meth:`drain` reads them once a round.
+
+    Args:
+        anchor: A.
+        knob_of_group: which knob each param group belongs to.
+        sample_every: steps between samples, at least 1.
+        num_ranks: ranks whose samples :meth:`drain` adds up.
+    """
+
+    def __init__(self, anchor: Anchor, knob_of_group: list[int], *, sample_every: int, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.anchor = anchor
+        self.knob_of_group = list(knob_of_group)
+        self.num_knobs = max(knob_of_group) + 1
+        self.sample_every = sample_every
+        self.num_calls = 0
+        self.samples: FloatArray = np.empty((0, self.num_knobs))
+        self._rows: list[Tensor] = []
+
+    def add_group(self, knob: int) -> None:
+        """One more param group, of a knob that may be new: there are no samples of it yet."""
+        self.knob_of_group.append(knob)
+        if knob == self.num_knobs:
+            self.num_knobs += 1
+            self.samples = np.pad(self.samples, ((0, 0), (0, 1)), constant_values=math.nan)
+            self._rows = [torch.cat([row, row.new_full((1,), math.nan)]) for row in self._rows]
+
+    @torch.no_grad()
+    def sample(self, optimizer: Optimizer) -> None:
+        """Take a sample if one is due; to be called before an optimizer step, with its gradients in place."""
+        self.num_calls += 1
+        if (self.num_calls - 1) % self.sample_every or len(self._rows) + len(self.samples) == MAX_SAMPLES:
+            return
+        parameters: list[Tensor] = []
+        knobs: list[int] = []
+        signs: list[float] = []
+        for group, knob in zip(optimizer.param_groups, self.knob_of_group, strict=True):
+            for p in group["params"]:
+                parameters.append(p)
+                knobs.append(knob)
+                signs.append(num_shards(p) / self.num_ranks * (-1 if group.get("maximize", False) else 1))
+        sums: dict[int, list[Tensor]] = {k: [] for k in range(self.num_knobs)}
+        for index, displacement in self.anchor.displacements(parameters):
+            gradient = parameters[index].grad
+            if gradient is not None:
+                sums[knobs[index]].append(_dot(displacement, local_tensor(gradient)) * signs[index])
+        device = next((s.device for found in sums.values() for s in found), torch.device("cpu"))
+        row = torch.stack(
+            [
+                torch.stack([s.to(device) for s in found]).sum() if found else torch.full((), math.nan, device=device)
+                for found in sums.values()
+            ]
+        )
+        self._rows.append(_unscaled(row, optimizer))
+
+    def collect(
+        self, group: dist.ProcessGroup | None, device: torch.device, parts: Sequence[dist.ProcessGroup] = ()
+    ) -> None:
+        """Bring the samples to the host, the same on every rank of ``group`` and ``parts``; a collective, and it waits.
+
+        Each rank adds its share: the whole dot product divided by the number of ranks where all hold all parameters,
+        its shard's part where they are sharded.
+        """
+        table = torch.full((MAX_SAMPLES, self.num_knobs), math.nan, dtype=torch.float64, device=device)
+        if self._rows:
+            table[: len(self._rows)] = torch.stack([row.to(device) for row in self._rows]).double()
+        self._rows = []
+        for each in (group, *parts):
+            if each is not None:
+                dist.all_reduce(table, group=each)
+        found = table.cpu().numpy()
+        self.samples = np.concatenate([self.samples, found[np.isfinite(found).any(axis=1)]])
+
+    def drain(
+        self, group: dist.ProcessGroup | None, device: torch.device, parts: Sequence[dist.ProcessGroup] = ()
+    ) -> tuple[FloatArray, FloatArray]:
+        """Mean and standard error of the round's samples, shape (K,) each, the same on every rank; NaN without any."""
+        self.collect(group, device, parts)
+        found = mean_and_error(self.samples)
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """Drop the samples of a round that is over, or does not count."""
+        self.samples = np.empty((0, self.num_knobs))
+        self._rows = []
+
+
+@torch.no_grad()
+def drop_nonfinite(optimizer: Optimizer) -> None:
+    """Set all gradients to zero when any of them is not finite. On the device: nobody learns of it here.
+
+    Where gradients are shared every rank has the same ones, so all decide alike without a word.
+    """
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    values = [g._values() if g.is_sparse else g for g in gradients]
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for g in (torch.view_as_real(g) if g.is_complex() else g for g in values if g.numel()):
+        kinds.setdefault((g.device, g.dtype), []).append(g)
+    # The largest absolute value: unlike a sum of squares it is finite whenever all values are.
+    fine = [torch.isfinite(torch.stack(torch._foreach_norm(found, math.inf))).all() for found in kinds.values()]
+    for (device, _), found in kinds.items():
+        broken = ~torch.stack([flag.to(device) for flag in fine]).all()
+        for g in found:
+            g.masked_fill_(broken, 0)
+
+
+def _dot(displacement: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        rows = gradient.indices()
+        displacement, gradient = displacement[tuple(rows)], gradient.values()
+    if displacement.is_complex():
+        displacement, gradient = torch.view_as_real(displacement), torch.view_as_real(gradient)
+    if displacement.is_contiguous() and gradient.is_contiguous() and displacement.dtype == torch.float32:
+        return torch.dot(displacement.view(-1), gradient.view(-1).float())
+    wide = torch.promote_types(displacement.dtype, torch.float32)
+    return (displacement.to(wide) * gradient.to(wide)).sum()
+
+
+def _num_elements(parameter: Tensor) -> float:
+    found = sharding(parameter)
+    return parameter.numel() if found is None else found.shape.numel() / num_shards(parameter)
+
+
+def _unscaled(row: Tensor, optimizer: Optimizer) -> Tensor:
+    """Undo a GradScaler that leaves unscaling, and skipping the step, to a fused optimizer."""
+    scale: Any = getattr(optimizer, "grad_scale", None)
+    found_inf: Any = getattr(optimizer, "found_inf", None)
+    if isinstance(scale, Tensor):
+        row = row / scale.to(row.device)
+    if isinstance(found_inf, Tensor):
+        row = torch.where(found_inf.to(row.device) > 0, math.nan, row)
+    return row
+
+
+def unpack_samples(saved: Any, num_knobs: int) -> FloatArray:
+    """Samples of a saved state: NaN where one could not be taken, and none so large that its square is infinite."""
+    samples = numbers_of(saved, "samples", None, num_knobs, low=-1e100, high=1e100, finite=False)
+    if len(samples) > MAX_SAMPLES or np.isinf(samples).any():
+        raise ValueError(f"samples must be at most {MAX_SAMPLES} rows without infinities, but got {shown(saved)}")
+    return samples
+
+
+def mean_and_error(samples: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Mean and standard error of each column, over its finite entries; NaN where there are too few."""
+    num_knobs = samples.shape[1]
+    mean, error = np.full(num_knobs, np.nan), np.full(num_knobs, np.nan)
+    for k in range(num_knobs):
+        column = samples[:, k]
+        column = column[np.isfinite(column)]
+        if len(column):
+            mean[k] = column.mean()
+        if len(column) > 1:
+            error[k] = column.std(ddof=1) / math.sqrt(len(column))
+    return mean, error

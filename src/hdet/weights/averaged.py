@@ -1,0 +1,152 @@
+"""The weights flow: what the replicas of a model average, and how this replica's part of it is set aside."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hdet.checks import BoolArray
+from hdet.replicas.average import Buffers, Flight, is_healthy, mean_, memory_view
+from hdet.replicas.group import Replicas, shape_digest, trained_parameters
+from hdet.replicas.sharding import local_tensor
+
+
+class Weights:
+    """Parameters that train, and buffers.
+
+    Args:
+        optimizer: its parameters are averaged.
+        model: its other trainable parameters and its buffers are averaged too.
+        replicas: who takes part.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None, replicas: Replicas) -> None:
+        self.optimizer = optimizer
+        self.model = model
+        self.replicas = replicas
+        self._buffers: Buffers = {}
+        self._trainable = self._requiring_grad()
+
+    def anchored(self) -> list[Tensor]:
+        """What the learning rate moves: the optimizer's parameters, in its order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def averaged(self) -> list[Tensor]:
+        """What trains or has trained in this round, and the buffers."""
+        self.reshard()
+        parameters = [
+            p for p in trained_parameters(self.optimizer, self.model) if p.requires_grad or id(p) in self._trainable
+        ]
+        buffers = {id(b): b for b in self.model.buffers()} if self.model is not None else {}
+        return [*parameters, *buffers.values()]
+
+    def reshard(self) -> None:
+        """Let go of parameters that ``fully_shard`` has gathered for an evaluation and kept.
+
+        It keeps the root module's until a backward pass, unless told otherwise, and would go on with old weights.
+        """
+        if self.model is None or not any(isinstance(p, DTensor) for p in self.anchored()):
+            return
+        from torch.distributed.fsdp import FSDPModule  # loaded already where it is used, and slow to load where not
+
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def refuse_join(self, step: int) -> None:
+        """Raise inside DistributedDataParallel's ``join()``: ranks that are done answer other collectives than ours."""
+        for module in self.model.modules() if self.model is not None else ():
+            if isinstance(module, DistributedDataParallel) and module._join_config.enable:
+                raise RuntimeError(
+                    f"replicas cannot converge inside DistributedDataParallel.join(), but step {step} is: ranks that "
+                    "have run out of data would not take part, and in the end one rank's weights would replace all "
+                    "others'. Give every rank the same number of batches, e.g. DistributedSampler(drop_last=True)"
+                )
+
+    def warn_if_not_shared(self) -> None:
+        """DistributedDataParallel never averages gradients of parameters that were frozen when it was constructed."""
+        for module in self.model.modules() if self.model is not None else ():
+            if not isinstance(module, DistributedDataParallel):
+                continue
+            num_trained = sum(p.requires_grad for p in module.parameters())
+            num_shared = module._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
+            if num_trained > num_shared:
+                warnings.warn(
+                    f"DistributedDataParallel averages the gradients of {num_shared} tensors, but {num_trained} are "
+                    "trained: it leaves out those that were frozen when it was constructed, and ranks drift apart in "
+                    "them. Freeze them after it is constructed, with find_unused_parameters=True",
+                    stacklevel=2,
+                )
+
+    def local(self) -> dict[int, Tensor]:
+        """This rank's part of what is averaged, every element of memory once, by the identity of the whole."""
+        return {id(t): memory_view(local_tensor(t)) for t in self.averaged()}
+
+    def is_healthy(self) -> bool:
+        return is_healthy(list(self.local().values()))
+
+    def digest(self) -> int:
+        """Of whole parameters: the shards of one need not be of equal size."""
+        return shape_digest(self.averaged())
+
+    def average(self, healthy: BoolArray, *, step: int, share: float = 1.0, node: Replicas | None = None) -> float:
+        """Eq. 3. Returns the largest distance of a healthy replica from its mean.
+
+        ``share``: what this replica counts. ``node``: take the mean among these alone, all of them healthy.
+        """
+        among, fine = (self.replicas, healthy.tolist()) if node is None else (node, [True] * node.count)
+        distance = mean_(self.local().values(), among, fine, self._buffers, share=share).item()
+        distances = np.linalg.norm(self.replicas.gather([distance], step=step)[:, :, 0], axis=1)
+        self._trainable = self._requiring_grad()
+        return float(distances[healthy].max())
+
+    def depart(self, node: Replicas | None = None) -> Flight:
+        """Eq. 3, to be applied later; all replicas are healthy."""
+        tensors = self.local().values()
+        self._trainable = self._requiring_grad()
+        return Flight(tensors, node or self.replicas)
+
+    def average_also(self, tensors: list[Tensor], healthy: BoolArray) -> None:
+        """The mean of other tensors, such as an optimizer's state."""
+        mean_([memory_view(t) for t in tensors], self.replicas, healthy.tolist(), self._buffers)
+
+    def mend(self, tensors: Iterable[Tensor], healthy: BoolArray, *, alike: bool) -> None:
+        """A replica that is not healthy receives the mean of the others, who keep what they have to the last bit.
+
+        Where the others are ``alike`` one of them gives: a mean of equal numbers can differ from them in the last bit.
+        """
+        receives = not healthy[self.replicas.index]
+        givers = healthy & (np.cumsum(healthy) == 1) if alike else healthy
+        mean_([memory_view(t) for t in tensors], self.replicas, givers.tolist(), self._buffers, receives=receives)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """This replica's own weights come back after the block, whatever it did to them. A second copy meanwhile."""
+        tensors = list(self.local().values())
+        own = [t.clone() for t in tensors]
+        trainable = self._trainable
+        try:
+            yield
+        finally:
+            self._trainable = trainable
+            self.reshard()
+            with torch.no_grad():
+                for tensor, value in zip(tensors, own, strict=True):
+                    tensor.copy_(value)
+
+    def recount(self) -> None:
+        """After a copy: these are other tensors."""
+        self._trainable = self._requiring_grad()
+
+    def _requiring_grad(self) -> set[int]:
+        # A parameter frozen in mid-round still has to be averaged at its end; one frozen all along must not be
+        # touched, since a mean of equal numbers can differ from them in the last bit.
+        return {id(p) for p in trained_parameters(self.optimizer, self.model) if p.requires_grad}

@@ -1,0 +1,154 @@
+"""The outer step: what becomes of the mean of replicas that have trained apart, and of their optimizers' state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.checks import FloatArray, mapping_of, number, shown
+from hdet.replicas.sharding import as_saved, local_tensor, own_part
+from hdet.weights.anchor import Anchor
+from hdet.weights.saved import tensors_of
+
+StatePolicy = Literal["average", "keep", "reset"]
+
+
+class OuterStep:
+    r"""Where the shared weights go at a converge.
+
+    ``"mean"``: to the mean of the replicas (Eq. 3). ``"weighted"``: to their mean by softmax of their losses, in units
+    of the losses' own standard deviation. ``"nesterov"``: DiLoCo's outer optimizer. With c the centre of the last
+    converge, the displacement is a gradient:
+
+    .. math:: d = c - \bar\theta, \quad v \leftarrow \mu v + d, \quad \theta \leftarrow c - \eta (d + \mu v)
+
+    With momentum 0 and learning rate 1 that is the mean, to the last bit. It keeps two copies of the weights, c and v.
+
+    Args:
+        kind: which.
+        lr, momentum: eta > 0 and mu in [0, 1) of ``"nesterov"``.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["mean", "weighted", "nesterov"] = "mean",
+        *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+    ) -> None:
+        if not isinstance(kind, str) or kind not in ("mean", "weighted", "nesterov"):
+            raise ValueError(f'outer must be one of "mean", "weighted", "nesterov", but got {shown(kind)}')
+        if not number(lr) > 0:
+            raise ValueError(f"lr of the outer step must be a finite number > 0, but got lr={shown(lr)}")
+        if not 0 <= number(momentum) < 1:
+            raise ValueError(f"momentum of the outer step must be in [0, 1), but got momentum={shown(momentum)}")
+        self.kind, self.lr, self.momentum = kind, lr, momentum
+        self.centre = Anchor()
+        self.velocity: list[Tensor] = []
+
+    def __repr__(self) -> str:
+        return f"OuterStep({self.kind!r}, lr={self.lr!r}, momentum={self.momentum!r})"
+
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """Remember where a round starts, unless it is known; to be called before any optimizer step."""
+        if self.kind == "nesterov" and not self.centre.copies:
+            self.centre.renew(parameters)
+            self.velocity = [torch.zeros_like(copy) for copy in self.centre.copies]
+
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Parameters that join in mid-run start from where they are, at rest."""
+        if self.centre.copies:
+            self.centre.add(parameters)
+            self.velocity += [torch.zeros_like(copy) for copy in self.centre.copies[len(self.velocity) :]]
+
+    def shares(self, losses: FloatArray, healthy: NDArray[np.bool_]) -> FloatArray | None:
+        """What each replica counts in the mean, 1 on average over the healthy ones; None for equal shares."""
+        finite = np.isfinite(losses) & healthy
+        if self.kind != "weighted" or finite.sum() < 2:
+            return None
+        deviation = float(losses[finite].std())
+        scores = np.zeros(len(losses))
+        scores[finite] = np.exp((losses[finite].min() - losses[finite]) / deviation) if deviation > 0 else 1.0
+        shares: FloatArray = scores * healthy.sum() / scores.sum()
+        return shares
+
+    @torch.no_grad()
+    def apply_(self, parameters: Sequence[Tensor]) -> None:
+        """Move the parameters, which are at the mean, on to where the next round starts."""
+        if self.kind != "nesterov":
+            return
+        for centre, velocity, parameter in zip(self.centre.copies, self.velocity, parameters, strict=True):
+            p = local_tensor(parameter)
+            if p.is_floating_point() or p.is_complex():
+                displacement = centre - p
+                velocity.mul_(self.momentum).add_(displacement)
+                # c - lr (d + mu v), written from the mean so that lr = 1, mu = 0 changes nothing.
+                p.add_(displacement, alpha=1 - self.lr).sub_(velocity, alpha=self.lr * self.momentum)
+        self.centre.renew(parameters)
+
+    @torch.no_grad()
+    def restart(self, parameters: Sequence[Tensor]) -> None:
+        """After a rollback: the round starts from ``parameters``, at rest."""
+        if self.centre.copies:
+            self.centre.renew(parameters)
+            for velocity in self.velocity:
+                velocity.zero_()
+
+    def state_dict(self, parameters: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        """With ``parameters``: sharded as they are, and complete before a run has begun, to read a checkpoint into."""
+        centre, velocity = self.centre.copies, self.velocity
+        if parameters is not None and self.kind == "nesterov" and not centre:
+            centre = [local_tensor(p) for p in parameters]
+            velocity = [torch.zeros_like(t) for t in centre]
+        like = parameters if parameters is not None else centre
+        return {
+            "centre": [as_saved(t, p) for t, p in zip(centre, like, strict=False)],
+            "velocity": [as_saved(t, p) for t, p in zip(velocity, like, strict=False)],
+        }
+
+    def check_state(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
+        state = mapping_of(state, "outer")
+        found = {
+            name: tensors_of(state[name], parameters, f"the outer step's {name}") for name in ("centre", "velocity")
+        }
+        for name, tensors in found.items():
+            if any(found.values()) and not tensors:
+                raise ValueError(f"the outer step's {name} must have the parameters' shapes; it is of another model")
+
+    def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
+        self.centre.copies, self.velocity = [], []
+        if self.kind == "nesterov" and state["centre"]:
+            self.begin(parameters)
+            saved = [*state["centre"], *state["velocity"]]
+            for mine, value, p in zip([*self.centre.copies, *self.velocity], saved, [*parameters] * 2, strict=True):
+                mine.copy_(own_part(value, p).detach())
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """This rank's part of an optimizer's state, in the order of its parameters."""
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            found += [local_tensor(state[name]) for name in sorted(state) if isinstance(state[name], Tensor)]
+    return found
+
+
+@torch.no_grad()
+def reset_state(optimizer: Optimizer) -> None:
+    """As in the first step, in place: compiled and captured steps hold on to these tensors."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            if group.get("dampening"):
+                state.pop("momentum_buffer", None)  # the first step of SGD makes it without dampening
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    first = {"mu_product": 1.0, "sum": group.get("initial_accumulator_value", 0.0)}.get(name, 0.0)
+                    local_tensor(value).fill_(first)

@@ -1,0 +1,285 @@
+"""Controllers: one conformance suite for all of them, then the paper's own (Eq. 4 to 7)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+from hdet.checks import FloatArray
+from hdet.controllers import Controller, Evidence, Hold, PaperController
+from hdet.controllers.base import pack_state, unpack_state
+from hdet.controllers.paper import PaperState, softmax_weights
+from hdet.policy.spread import fan_out
+
+finite_losses = st.floats(-1e4, 1e4)
+any_losses = st.one_of(finite_losses, st.sampled_from([math.nan, math.inf, -math.inf]))
+temperatures = st.floats(1e-3, 1e3)
+smoothings = st.floats(0, 0.99)
+
+
+class Case(NamedTuple):
+    """A round of K knobs on N replicas, and the velocity it starts with."""
+
+    losses: FloatArray
+    multipliers: FloatArray
+    velocity: FloatArray
+    spread: float
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(self.losses, self.multipliers)
+
+    @property
+    def state(self) -> PaperState:
+        return PaperState(self.velocity)
+
+
+@st.composite
+def cases(draw: st.DrawFn, losses: st.SearchStrategy[float] = finite_losses) -> Case:
+    num_replicas, num_knobs = draw(st.integers(1, 12)), draw(st.integers(1, 4))
+    spread = draw(st.floats(0.001, 0.95))
+    rho = fan_out(
+        num_replicas, spread, seed=draw(st.integers(0, 99)), round_index=draw(st.integers(0, 99)), num_knobs=num_knobs
+    )
+    drawn = draw(st.lists(losses, min_size=num_replicas, max_size=num_replicas))
+    fractions = draw(st.lists(st.floats(-1, 1), min_size=num_knobs, max_size=num_knobs))
+    return Case(np.array(drawn), rho, spread * np.array(fractions), spread)
+
+
+# -- every controller -----------------------------------------------------------------------------------------------
+
+every_controller = pytest.mark.parametrize(
+    "controller",
+    [Hold(), PaperController(), PaperController(0.1, 2.0, 0.5), PaperController(0.05, 1000.0, 0.0)],
+    ids=["hold", "paper", "paper, quick", "paper, far too quick"],
+)
+
+
+@every_controller
+@given(rounds=st.lists(cases(any_losses), min_size=1, max_size=4))
+def test_factors_are_positive_and_finite(controller: Controller, rounds: list[Case]) -> None:
+    num_knobs = len(rounds[0].multipliers)
+    state = controller.init(num_knobs)
+    for case in rounds:
+        if len(case.multipliers) != num_knobs:
+            continue
+        state, decision = controller.update(state, case.evidence)
+        assert decision.factors.shape == (num_knobs,)
+        assert np.isfinite(decision.factors).all()
+        assert (decision.factors > 0).all()
+
+
+@every_controller
+@given(case=cases(any_losses), data=st.data())
+def test_who_is_called_what_does_not_matter(controller: Controller, case: Case, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(case.losses))))
+    state = controller.init(len(case.multipliers))
+    _, one = controller.update(state, case.evidence)
+    _, other = controller.update(state, Evidence(case.losses[order], case.multipliers[:, order]))
+    assert_allclose(other.factors, one.factors, rtol=1e-9)
+    if "weights" in one.info:
+        assert_allclose(other.info["weights"], np.array(one.info["weights"])[order], rtol=1e-9)
+
+
+@every_controller
+@given(case=cases(any_losses))
+def test_an_update_is_pure(controller: Controller, case: Case) -> None:
+    state = controller.init(len(case.multipliers))
+    state, _ = controller.update(state, case.evidence)
+    packed, losses, rho = pack_state(state), case.losses.copy(), case.multipliers.copy()
+    results = [controller.update(state, case.evidence) for _ in range(2)]
+    assert pack_state(state) == packed
+    assert_array_equal(case.losses, losses)
+    assert_array_equal(case.multipliers, rho)
+    assert pack_state(results[0][0]) == pack_state(results[1][0])
+    assert_array_equal(results[0][1].factors, results[1][1].factors)
+    assert results[0][1].info == results[1][1].info
+
+
+@every_controller
+@given(case=cases(), bad=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_a_round_without_a_finite_loss_leaves_everything_alone(controller: Controller, case: Case, bad: float) -> None:
+    state, _ = controller.update(controller.init(len(case.multipliers)), case.evidence)
+    after, decision = controller.update(state, Evidence(np.full_like(case.losses, bad), case.multipliers))
+    assert pack_state(after) == pack_state(state)
+    assert_array_equal(decision.factors, np.ones(len(case.multipliers)))
+
+
+@every_controller
+@given(case=cases())
+def test_a_state_survives_packing(controller: Controller, case: Case) -> None:
+    fresh = controller.init(len(case.multipliers))
+    state, _ = controller.update(fresh, case.evidence)
+    packed = pack_state(state)
+    assert all(type(value) is float for values in packed.values() for value in values)
+    again = unpack_state(packed, fresh)
+    assert type(again) is type(state)
+    assert pack_state(again) == packed
+
+
+@every_controller
+@given(case=cases())
+def test_info_is_plain_numbers(controller: Controller, case: Case) -> None:
+    _, decision = controller.update(controller.init(len(case.multipliers)), case.evidence)
+    for values in decision.info.values():
+        assert type(values) is tuple
+        assert all(type(value) is float for value in values)
+
+
+# -- the paper's ----------------------------------------------------------------------------------------------------
+
+
+@given(cases(), temperatures, st.floats(0, 5), smoothings)
+def test_the_formulas(case: Case, temperature: float, rate: float, smoothing: float) -> None:
+    state, decision = PaperController(temperature, rate, smoothing).update(case.state, case.evidence)
+    score = (case.losses.mean() - case.losses) / temperature
+    weights = np.exp(score - score.max()) / np.exp(score - score.max()).sum()
+    delta = [float(np.dot(weights, rho) - rho.mean()) for rho in case.multipliers]
+    velocity = [smoothing * v + (1 - smoothing) * d for v, d in zip(case.velocity, delta, strict=True)]
+    # The score loses digits when the losses are large against the temperature.
+    close = 1e-12 * (1 + float(np.abs(case.losses).max()) / temperature)
+    assert_allclose(decision.info["weights"], weights, atol=close)
+    assert_allclose(decision.info["delta"], delta, atol=close)
+    assert_allclose(decision.info["velocity"], velocity, atol=close)
+    assert_allclose(state.velocity, velocity, atol=close)
+    assert_allclose(decision.factors, [max(1 + rate * v, 0.1) for v in velocity], atol=rate * close + 1e-15)
+
+
+def test_a_round_by_hand() -> None:
+    # s = (log 3, 0) after shifting, so the weights are 3/4 and 1/4.
+    losses, rho = np.array([1.0, 1.0 + 0.1 * math.log(3)]), np.array([[0.8, 1.2], [1.2, 0.8]])
+    controller = PaperController(temperature=0.1, rate=0.5, momentum=0.9)
+    state, decision = controller.update(controller.init(2), Evidence(losses, rho))
+    assert_allclose(decision.info["weights"], [0.75, 0.25])
+    assert_allclose(decision.info["delta"], [-0.1, 0.1])
+    assert_allclose(decision.info["velocity"], [-0.01, 0.01])
+    assert_allclose(decision.factors, [0.995, 1.005])
+    state, decision = controller.update(state, Evidence(losses, rho))
+    assert_allclose(state.velocity, [-0.019, 0.019])
+    assert_allclose(decision.factors, [1 - 0.5 * 0.019, 1 + 0.5 * 0.019])
+
+
+@given(cases(any_losses), st.floats(-1e4, 1e4), st.floats(0.01, 100))
+def test_only_loss_differences_count(case: Case, shift: float, temperature: float) -> None:
+    controller = PaperController(temperature)
+    _, one = controller.update(case.state, case.evidence)
+    _, other = controller.update(case.state, Evidence(case.losses + shift, case.multipliers))
+    assert_allclose(other.factors, one.factors, atol=1e-8)
+    assert set(other.info) == set(one.info)
+    for name in one.info:
+        assert_allclose(other.info[name], one.info[name], atol=1e-8)
+
+
+@given(cases(), st.floats(0.01, 100), st.sampled_from([2.0, 0.5, 1024.0]))
+def test_losses_are_measured_in_temperatures(case: Case, temperature: float, unit: float) -> None:
+    _, one = PaperController(temperature).update(case.state, case.evidence)
+    _, other = PaperController(temperature * unit).update(case.state, Evidence(case.losses * unit, case.multipliers))
+    assert_allclose(other.factors, one.factors, rtol=1e-12)
+
+
+@given(cases(), st.floats(0, 10), st.floats(0, 10))
+def test_delta_points_to_the_better_side(case: Case, slope: float, curve: float) -> None:
+    assume(len(case.losses) > 1 and slope + curve > 0.01)
+    for rho in case.multipliers:
+        rises = slope * (rho - 1) + curve * (rho - 1) ** 3  # lower is better
+        for sign in (1, -1):
+            _, decision = PaperController(0.1).update(PaperState(np.zeros(1)), Evidence(sign * rises, rho[None]))
+            delta = decision.info["delta"][0]
+            assert sign * delta <= 1e-15
+            if np.ptp(rises) > 1e-12:
+                assert sign * delta < 0
+
+
+@given(cases(), finite_losses)
+def test_equal_losses_say_nothing(case: Case, loss: float) -> None:
+    _, decision = PaperController().update(
+        PaperState(np.zeros(len(case.multipliers))), Evidence(np.full_like(case.losses, loss), case.multipliers)
+    )
+    assert_allclose(decision.info["delta"], 0, atol=1e-14)
+    assert_allclose(decision.factors, 1, atol=1e-14)
+
+
+@given(cases(any_losses), temperatures, st.floats(0, 1), smoothings)
+def test_a_round_moves_a_base_value_by_at_most_the_spread_times_the_rate(
+    case: Case, temperature: float, rate: float, smoothing: float
+) -> None:
+    state, decision = PaperController(temperature, rate, smoothing).update(case.state, case.evidence)
+    rounding = 1e-14
+    assert np.abs(decision.info.get("delta", (0.0,))).max() <= case.spread + rounding
+    assert np.abs(state.velocity).max() <= case.spread + rounding
+    assert np.abs(decision.factors - 1).max() <= rate * case.spread + rounding
+
+
+@given(cases(), st.data(), st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_a_replica_without_a_finite_loss_has_weight_0(case: Case, data: st.DataObject, bad: float) -> None:
+    num_replicas = len(case.losses)
+    assume(num_replicas > 1)
+    broken = data.draw(st.lists(st.integers(0, num_replicas - 1), min_size=1, max_size=num_replicas - 1, unique=True))
+    losses = case.losses.copy()
+    losses[broken] = bad
+    _, decision = PaperController(1.0).update(case.state, Evidence(losses, case.multipliers))
+    weights = np.array(decision.info["weights"])
+    assert (weights[broken] == 0).all()
+    assert weights.sum() == pytest.approx(1)
+    # As if its loss were far worse than any other.
+    losses[broken] = case.losses.max() + 1e6
+    _, worse = PaperController(1.0).update(case.state, Evidence(losses, case.multipliers))
+    assert_allclose(decision.factors, worse.factors, rtol=1e-12)
+
+
+@given(cases(any_losses), temperatures)
+def test_weights_are_a_distribution_ordered_by_loss(case: Case, temperature: float) -> None:
+    assume(np.isfinite(case.losses).any())
+    weights = softmax_weights(case.losses, temperature)
+    assert (weights >= 0).all()
+    assert weights.sum() == pytest.approx(1)
+    finite = np.isfinite(case.losses)
+    order = np.argsort(case.losses[finite])
+    assert (np.diff(weights[finite][order]) <= 0).all()
+
+
+def test_losses_far_apart_do_not_overflow() -> None:
+    assert softmax_weights(np.array([1.0, 3e38, -2e38]), 0.002).tolist() == [0.0, 0.0, 1.0]
+    assert softmax_weights(np.array([1.0, 1e308]), 0.002).tolist() == [1.0, 0.0]
+
+
+def test_velocity_keeps_its_direction_over_a_silent_round() -> None:
+    controller = PaperController(0.1, 0.5, 0.9)
+    rho = np.array([[0.5, 1.5]])
+    state, _ = controller.update(controller.init(1), Evidence(np.array([2.0, 1.0]), rho))
+    silent, decision = controller.update(state, Evidence(np.array([math.nan, math.inf]), rho))
+    assert silent.velocity.tolist() == state.velocity.tolist()
+    assert decision.info == {"velocity": tuple(state.velocity.tolist())}
+
+
+def test_a_steady_preference_reaches_the_full_velocity_and_no_more() -> None:
+    controller = PaperController(temperature=1e-3, rate=0.5, momentum=0.9)
+    rho, state, scale = np.array([[0.9, 1.1]]), controller.init(1), 1.0
+    for _ in range(200):
+        state, decision = controller.update(state, Evidence(np.array([1.0, 0.0]), rho))
+        scale *= decision.factors[0]
+        assert 1 < decision.factors[0] <= 1.05 + 1e-12 or decision.factors[0] == pytest.approx(1.05)
+    assert state.velocity[0] == pytest.approx(0.1, rel=1e-6)
+    assert scale > 1000
+
+
+# -- the state ------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_of_another_controller_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"controller state must have the fields \['velocity'\], but got \['speed'\]; the checkpoint"
+    ):
+        unpack_state({"speed": [0.0]}, PaperController().init(1))
+
+
+@pytest.mark.parametrize("bad", [[0.0], [0.0, 0.0, 0.0], [0.0, math.nan], [math.inf, 0.0], []])
+def test_a_state_of_the_wrong_size_or_not_finite_is_refused(bad: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"controller state 'velocity' must be finite numbers of shape"):
+        unpack_state({"velocity": bad}, PaperController().init(2))

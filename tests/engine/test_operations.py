@@ -1,0 +1,588 @@
+"""Operations: sick replicas mended, steps without their gradient, means that arrive late or come from the node."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ConstantLR
+
+import hdet.engine.averaging
+import hdet.engine.rounds
+from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations
+from hdet.launch import ReplicaError, launch
+from hdet.testing import Fault, Injector, assert_same_weights, collect_weights
+
+T = 4
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"quarantine": 1.0}, "quarantine must be None or a finite number > 1, but got quarantine=1.0"),
+        ({"quarantine": math.nan}, "quarantine must be None or a finite number > 1, but got quarantine=nan"),
+        ({"skip_nonfinite": 1}, "skip_nonfinite must be True or False, but got skip_nonfinite=1"),
+        ({"overlap": "yes"}, "overlap must be True or False, but got overlap='yes'"),
+        ({"node_size": 0}, "node_size must be None or an integer >= 1, but got node_size=0"),
+        ({"node_rounds": 1.5, "node_size": 2}, "node_rounds must be an integer >= 1, but got node_rounds=1.5"),
+        ({"node_rounds": 2}, "node_rounds needs node_size, the replicas of a node"),
+        ({"slow_share": 0}, "slow_share must be a finite number > 0, but got slow_share=0"),
+    ],
+)
+def test_bad_values_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Operations(**options)
+
+
+def _model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Explorer compares replicas")
+@pytest.mark.parametrize(
+    ("operations", "options", "text"),
+    [
+        ({"overlap": True}, {"outer": "nesterov"}, 'overlap needs outer="mean"'),
+        ({"node_size": 1, "node_rounds": 2}, {"outer": "weighted"}, 'node_rounds needs outer="mean"'),
+        ({"overlap": True}, {"optimizer_state": "average"}, "overlap saves communication"),
+    ],
+)
+def test_what_cannot_come_late_is_refused(operations: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=text):
+        Explorer(model, optimizer, interval=T, gradients="local", operations=Operations(**operations), **options)
+
+
+def test_operations_must_be_operations() -> None:
+    optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"operations must be an hdet.Operations, but got dict"):
+        AutoLR(ConstantLR(optimizer), operations={"overlap": True})  # type: ignore[arg-type]
+
+
+# -- a training loop with faults ----------------------------------------------------------------------------------
+
+
+class _Run:
+    """A small regression. ``local``: replicas apart, each on data of its own; else DistributedDataParallel."""
+
+    def __init__(
+        self,
+        face: str,
+        *,
+        faults: list[Fault] | None = None,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.Adam,
+        steps: int = 6 * T,
+        lr: float = 0.02,
+        **operations: Any,
+    ) -> None:
+        self.rank, self.steps = dist.get_rank(), steps
+        model = _model()
+        self.model: nn.Module = model if face == "local" else DistributedDataParallel(model)
+        self.optimizer = optimizer(self.model.parameters(), lr=lr)  # type: ignore[call-arg]
+        ops = Operations(**operations)
+        common: dict[str, Any] = {"interval": T, "total_steps": steps}
+        self.scheduler: Explorer | AutoLR | OneCycleAutoLR
+        if face == "local":
+            self.scheduler = Explorer(
+                self.model, self.optimizer, gradients="local", rollback=False, operations=ops, **common
+            )
+        elif face == "paper":
+            self.scheduler = OneCycleAutoLR(
+                self.optimizer, lr, steps, ensemble_lr_spread_ratio=0.2, model_sync_interval=T, model=self.model,
+                cycle_momentum=False, operations=ops,
+            )  # fmt: skip
+        else:
+            common |= {"signal": face, "rollback": False, "gated": False, "first_scale": 1.0}
+            self.scheduler = AutoLR(ConstantLR(self.optimizer, 1.0), model=self.model, operations=ops, **common)
+        self.inject = Injector(faults or [], self.rank)
+        self.step = 0
+        self.trace: list[Tensor] = []
+
+    def advance(self, until: int | None = None) -> _Run:
+        while self.step < (self.steps if until is None else until):
+            self.step += 1
+            data = torch.Generator().manual_seed(100 * self.step + self.rank)
+            x = torch.randn(8, 3, generator=data)
+            self.optimizer.zero_grad()
+            loss = self.inject.loss(self.step, (self.model(x) - x[:, :2] * (1 + self.rank)).square().mean())
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.inject.gradients(self.step, self.model)
+            self.optimizer.step()
+            self.inject.weights(self.step, self.model)
+            self.scheduler.step(loss)
+            self.trace.append(self.flat())
+        return self
+
+    def flat(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1).clone() for p in self.model.parameters()])
+
+
+def _everyone(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _error(function: Any) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+# -- mending ------------------------------------------------------------------------------------------------------
+
+
+def _mended() -> dict[str, Any]:
+    """Adam with local gradients on three replicas; replica 1 is NaN from step 6 on, its moments included."""
+    faults = [Fault("nan_weights", 1, 6), Fault("nan_gradient", 1, 7)]
+    run = _Run("local", faults=faults).advance(2 * T - 1)
+    out: dict[str, Any] = {"sick before": not bool(torch.isfinite(run.flat()).all())}
+    run.advance(2 * T)
+    state = [t for s in run.optimizer.state.values() for t in s.values()]
+    told = _everyone([t.tolist() for t in state])
+    out["moments"] = all(bool(torch.isfinite(t).all()) for t in state)
+    out["mean of the others' moments"] = all(
+        np.allclose(b, (np.array(a) + np.array(c)) / 2, rtol=1e-6) for a, b, c in zip(*told, strict=True)
+    )
+    run.advance()
+    out["record"] = [record.unhealthy for record in run.scheduler.history]
+    out["weights"] = collect_weights(run.model)
+
+    # The healthy two, alone, would have gone the same way: their mean, and their own moments.
+    clean = _Run("local").advance(2 * T)
+    sick = _Run("local", faults=[Fault("nan_weights", 1, 2 * T)]).advance(2 * T)
+    out["others' moments are theirs to the last bit"] = run.rank == 1 or all(
+        torch.equal(a, b)
+        for own, other in zip(clean.optimizer.state.values(), sick.optimizer.state.values(), strict=True)
+        for a, b in zip(own.values(), other.values(), strict=True)
+    )
+    return out
+
+
+def test_a_sick_replica_is_re_seeded_with_the_others_mean_and_moments() -> None:
+    results = launch(_mended, 3)
+    assert [result["sick before"] for result in results] == [False, True, False]
+    for result in results:
+        assert result["moments"]
+        assert result["mean of the others' moments"]
+        assert result["others' moments are theirs to the last bit"]
+        assert result["record"] == [(), (1,), (), (), (), ()]
+    assert_same_weights([result["weights"] for result in results])
+
+
+def _equal_replicas() -> dict[str, Any]:
+    """The gradient signal keeps replicas equal: one that breaks at a round's end receives what the others have."""
+    clean = _Run("gradient").advance()
+    sick = _Run("gradient", faults=[Fault("nan_weights", 1, 2 * T)]).advance()
+    return {
+        "undisturbed": torch.equal(clean.flat(), sick.flat()),
+        "record": [r.unhealthy for r in sick.scheduler.history],
+        "rollbacks": sick.scheduler.history[-1].num_rollbacks,
+        "weights": collect_weights(sick.model),
+    }
+
+
+def test_where_replicas_are_equal_nothing_is_lost() -> None:
+    results = launch(_equal_replicas, 2)
+    for result in results:
+        assert result["undisturbed"]
+        assert result["record"] == [(), (1,), (), (), (), ()]
+        assert result["rollbacks"] == 0
+    assert_same_weights([result["weights"] for result in results])
+
+
+# -- steps without their gradient ---------------------------------------------------------------------------------
+
+
+def _skipping() -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for face in ("paper", "loss", "gradient"):
+        # Before the backward pass: DistributedDataParallel brings it to every rank.
+        faults = [Fault("nan_loss", 1, T + 2)]
+        run = _Run(face, faults=faults, optimizer=torch.optim.SGD, skip_nonfinite=True).advance()
+        out[f"{face}: nothing moved in that step"] = torch.equal(run.trace[T], run.trace[T + 1])
+        out[f"{face}: training went on"] = not torch.equal(run.trace[T + 1], run.trace[T + 2])
+        out[f"{face}: finite"] = all(bool(torch.isfinite(w).all()) for w in run.trace)
+        out[f"{face}: nobody was unhealthy"] = all(r.unhealthy == () for r in run.scheduler.history)
+        assert_same_weights(_everyone(collect_weights(run.model)))
+
+        # Weights that are NaN in mid-round make every gradient NaN until the converge mends them.
+        faults = [Fault("nan_weights", 1, T + 1)]
+        run = _Run(face, faults=faults, skip_nonfinite=True).advance()
+        out[f"{face}: named"] = [r.unhealthy for r in run.scheduler.history][1] == (1,)
+        out[f"{face}: mended"] = all(bool(torch.isfinite(w).all()) for w in run.trace[2 * T :])
+        assert_same_weights(_everyone(collect_weights(run.model)))
+
+    run = _Run("paper", faults=[Fault("nan_loss", 1, T + 2)])
+    out["text"] = _error(run.advance)
+    plain, skipping = _Run("loss").advance(), _Run("loss", skip_nonfinite=True).advance()
+    out["changes nothing while all is finite"] = torch.equal(plain.flat(), skipping.flat())
+    return out
+
+
+def test_a_gradient_that_is_not_finite_is_taken_out_of_its_step_on_all_ranks_alike() -> None:
+    for result in launch(_skipping, 2):
+        text = result.pop("text")
+        assert text.startswith("RuntimeError: the weights of all 2 replicas are not finite at the converge of step 8")
+        assert "rollback=True, or operations=Operations(skip_nonfinite=True)" in text
+        assert all(result.values()), [name for name, ok in result.items() if not ok]
+
+
+def test_huge_gradients_are_finite() -> None:
+    for value, moved in ((3e38, True), (math.inf, False), (math.nan, False)):
+        weights = nn.Parameter(torch.zeros(3, dtype=torch.float32))
+        other = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        optimizer = torch.optim.SGD([weights, other], lr=1e-30)
+        scheduler = AutoLR(ConstantLR(optimizer, 1.0), operations=Operations(skip_nonfinite=True))
+        weights.grad, other.grad = torch.tensor([0.0, value, 1.0]), torch.ones(2, dtype=torch.float64)
+        optimizer.step()
+        scheduler.step(1.0)
+        assert bool(weights.any()) == bool(other.any()) == moved
+
+
+# -- quarantine ---------------------------------------------------------------------------------------------------
+
+
+def _quarantined() -> dict[str, Any]:
+    steps = 12 * T
+    run = _Run("local", faults=[Fault("explode", 1, 8 * T + 1)], steps=steps, quarantine=20).advance(9 * T - 1)
+    rows = np.array(_everyone(run.flat().tolist()))
+    run.advance()
+    clean = _Run("local", steps=steps).advance()
+    return {
+        "explosion": float(np.abs(rows[1]).max()),
+        "record": [r.quarantined for r in run.scheduler.history],
+        "unhealthy": [r.unhealthy for r in run.scheduler.history],
+        "alarms of a healthy run": [r.quarantined for r in clean.scheduler.history if r.quarantined],
+        "distance to a healthy run": float((run.flat() - clean.flat()).abs().max()),
+        "weights": collect_weights(run.model),
+    }
+
+
+def test_a_replica_whose_loss_explodes_is_left_out_and_starts_anew() -> None:
+    results = launch(_quarantined, 3)
+    for result in results:
+        assert result["explosion"] > 50
+        assert result["record"] == [(1,) if index == 8 else () for index in range(12)]
+        assert not any(result["unhealthy"])
+        assert not result["alarms of a healthy run"]
+        assert result["distance to a healthy run"] < 0.2
+    assert_same_weights([result["weights"] for result in results])
+
+
+def _corrupted() -> dict[str, Any]:
+    run = _Run("gradient", faults=[Fault("explode", 1, 9 * T)], steps=12 * T, quarantine=20)
+    run.advance(9 * T)
+    apart = _everyone(run.flat().tolist())
+    run.advance()
+    return {
+        "apart": apart[0] != apart[1],
+        "record": [r.quarantined for r in run.scheduler.history],
+        "weights": collect_weights(run.model),
+    }
+
+
+def test_a_replica_that_should_be_equal_and_is_not_receives_the_others_weights() -> None:
+    results = launch(_corrupted, 3)
+    for result in results:
+        assert result["apart"]
+        assert result["record"] == [(1,) if index == 9 else () for index in range(12)]
+    assert_same_weights([result["weights"] for result in results])
+
+
+# -- unequal steps ------------------------------------------------------------------------------------------------
+
+
+def _unequal() -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for face in ("paper", "loss"):
+        run = _Run(face).advance(2)
+        if run.rank == 0:
+            run.optimizer.step()
+        run.scheduler.step(1.0)
+        before = run.flat()
+        out[face] = _error(run.scheduler.converge)
+        out[f"{face}: unchanged"] = torch.equal(run.flat(), before)
+    run = _Run("paper")
+    if run.rank == 0:
+        get_state_dict(run.model, run.optimizer)  # takes a step of its own, which moves nothing
+    out["rehearsed"] = run.advance(T).scheduler.history[0].num_updates
+    run = _Run("local").advance(2)
+    if run.rank == 0:
+        run.optimizer.step()
+    run.scheduler.step(1.0)
+    run.step += 1
+    run.advance(T)
+    out["counted"] = run.scheduler.history[0].num_updates
+    return out
+
+
+def test_an_optimizer_step_skipped_on_one_rank_is_found() -> None:
+    for result in launch(_unequal, 2):
+        for face in ("paper", "loss"):
+            assert "they took replica 0: 3, replica 1: 2; never skip optimizer.step() on some ranks" in result[face]
+            assert result[f"{face}: unchanged"]
+        assert result["counted"] == (4, 3)
+        assert result["rehearsed"] == (4, 4)
+
+
+# -- slow converges -----------------------------------------------------------------------------------------------
+
+
+def _slow(share: float) -> list[str]:
+    """A clock with given times: a second of training, then a converge in which rank 0 waits for rank 1."""
+    run = _Run("local", slow_share=share)
+    converge_s = 2.0 if run.rank == 0 else 0.1
+    times = itertools.accumulate(itertools.cycle([1.0, converge_s]))
+    for module in (hdet.engine.rounds, hdet.engine.averaging):
+        vars(module)["time"] = SimpleNamespace(perf_counter=lambda: next(times))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.advance(4 * T)
+    assert run.scheduler.history[-1].converge_s == pytest.approx(converge_s)
+    return [str(w.message) for w in caught]
+
+
+def test_a_slow_converge_is_said_once_by_those_who_waited() -> None:
+    waited, slept = launch(_slow, 2, 0.2)
+    assert len(waited) == 1
+    assert "of its round: a rank or the network is slow. Make rounds longer than 4 steps" in waited[0]
+    assert slept == []
+    assert launch(_slow, 2, 1.0) == [[], []]
+
+
+# -- overlap and nodes --------------------------------------------------------------------------------------------
+
+LR, STEPS = 0.05, 7 * T
+
+
+def _targets(step: int, num_replicas: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(step).normal(size=(num_replicas, 3))
+
+
+def _reference(num_replicas: int, *, overlap: bool, node_size: int, node_rounds: int) -> list[list[float]]:
+    """Local SGD on a quadratic; every T steps the mean, of a node or of all, applied at once or a step late."""
+    theta, late, trace = np.zeros((num_replicas, 3)), None, []
+    for step in range(1, STEPS + 1):
+        theta = theta - LR * (theta - _targets(step, num_replicas))
+        if late is not None:
+            theta, late = theta + late, None
+        if step % T == 0:
+            index = step // T
+            wide = step in (T, STEPS) or index % node_rounds == 0
+            nodes = [slice(0, num_replicas)] if wide else [
+                slice(first, first + node_size) for first in range(0, num_replicas, node_size)
+            ]  # fmt: skip
+            mean = theta.copy()
+            for node in nodes:
+                mean[node] = theta[node].mean(axis=0)
+            if overlap and step not in (T, STEPS):
+                late = mean - theta
+            else:
+                theta = mean
+        trace.append(theta.copy())
+    return [row.tolist() for row in trace]
+
+
+def _late(operations: dict[str, Any]) -> dict[str, Any]:
+    rank, count = dist.get_rank(), dist.get_world_size()
+    weights = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model = nn.ParameterList([weights])
+    seen = torch.zeros((), dtype=torch.int64)
+    model.register_buffer("seen", seen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    scheduler = Explorer(
+        model, optimizer, interval=T, gradients="local", total_steps=STEPS, operations=Operations(**operations)
+    )
+    trace = []
+    for step in range(1, STEPS + 1):
+        weights.grad = weights.detach() - torch.from_numpy(_targets(step, count)[rank])
+        seen.add_(1)
+        optimizer.step()
+        scheduler.step(1.0)
+        trace.append(weights.tolist())
+    return {
+        "trace": trace,
+        "seen": int(seen),
+        "averaged": [record.averaged for record in scheduler.history],
+        "distances": [math.isnan(record.distance) for record in scheduler.history],
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "operations"),
+    [
+        (2, {"overlap": True}),
+        (4, {"node_size": 2, "node_rounds": 2}),
+        (4, {"node_size": 2, "node_rounds": 3, "overlap": True}),
+        (4, {"node_size": 1, "node_rounds": 2}),
+    ],
+)
+def test_late_and_partial_means_are_those_of_the_reference(num_replicas: int, operations: dict[str, Any]) -> None:
+    reference = _reference(
+        num_replicas,
+        overlap=operations.get("overlap", False),
+        node_size=operations.get("node_size", num_replicas),
+        node_rounds=operations.get("node_rounds", 1),
+    )
+    wide = [k in (1, 7) or k % operations.get("node_rounds", 1) == 0 for k in range(1, 8)]
+    for rank, result in enumerate(launch(_late, num_replicas, operations)):
+        np.testing.assert_allclose(result["trace"], [rows[rank] for rows in reference], rtol=1e-12, atol=1e-14)
+        assert result["seen"] == STEPS
+        assert result["averaged"] == ["all" if w else "node" for w in wide]
+        assert result["distances"] == [False, *[operations.get("overlap", False)] * 5, False]
+
+
+def _line(overlap: bool) -> dict[str, Any]:
+    """A loss that is linear in the weights: a step late or not, the same steps are taken from the same mean."""
+    out: dict[str, Any] = {}
+    rank = dist.get_rank()
+    for name in ("loss", "paper"):
+        weights = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = torch.optim.SGD([weights], lr=0.1)
+        operations = Operations(overlap=overlap)
+        scheduler: AutoLR | OneCycleAutoLR
+        if name == "loss":
+            plain = ConstantLR(optimizer, 1.0)
+            scheduler = AutoLR(plain, signal="loss", interval=T, total_steps=STEPS, operations=operations)
+        else:
+            scheduler = OneCycleAutoLR(
+                optimizer, 0.1, STEPS, ensemble_lr_spread_ratio=0.2, model_sync_interval=T, cycle_momentum=False,
+                enable_auto_lr=True, auto_lr_warmup_steps=T, operations=operations,
+            )  # fmt: skip
+        trace = []
+        for step in range(1, STEPS + 1):
+            weights.grad = torch.tensor([1.0, -0.5, 0.1 * step], dtype=torch.float64)
+            optimizer.step()
+            if step == 3 * T + 2:
+                with scheduler.converged():
+                    trace.append(weights.tolist())
+            scheduler.step(1.0 + 0.01 * (rank - 0.5) * step)
+            if step % T != 0:
+                trace.append(weights.tolist())
+        out[name] = trace
+        out[f"{name}: end"] = weights.tolist()
+        out[f"{name}: scales"] = [record.scales for record in scheduler.history]
+    return out
+
+
+def test_on_a_line_a_late_mean_changes_nothing_a_step_later() -> None:
+    for late, at_once in zip(launch(_line, 2, True), launch(_line, 2, False), strict=True):
+        for name in ("loss", "paper"):
+            np.testing.assert_allclose(late[name], at_once[name], rtol=1e-12)
+            np.testing.assert_allclose(late[f"{name}: end"], at_once[f"{name}: end"], rtol=1e-12)
+            assert late[f"{name}: scales"] == at_once[f"{name}: scales"]
+
+
+def _late_faults() -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    options: dict[str, Any] = {"overlap": True, "node_size": 2, "node_rounds": 3}
+    run = _Run("local", faults=[Fault("nan_weights", 1, 3 * T)], steps=8 * T, **options).advance()
+    out["finite and mended"] = all(bool(torch.isfinite(w).all()) for w in run.trace[3 * T :])
+    out["all meet for that"] = [r.averaged for r in run.scheduler.history][1:4] == ["node", "all", "node"]
+    assert_same_weights(_everyone(collect_weights(run.model)))
+
+    # A mean on its way is applied before weights are looked at, and forgotten when a state is loaded.
+    run = _Run("local", steps=8 * T, **options).advance(2 * T)
+    with run.scheduler.converged():
+        saved, state = run.flat(), run.scheduler.state_dict()
+        assert_same_weights(_everyone(collect_weights(run.model)))
+        model = {name: t.clone() for name, t in run.model.state_dict().items()}
+    run.advance(4 * T)
+    run.model.load_state_dict(model)
+    run.scheduler.load_state_dict(state)
+    out["loaded"] = torch.equal(run.flat(), saved)
+    run.step = 2 * T
+    run.advance(2 * T + 1)
+    out["nothing old arrives"] = bool((run.flat() - saved).abs().max() < 0.1)
+    run.scheduler.finish()
+    assert_same_weights(_everyone(collect_weights(run.model)))
+    return out
+
+
+def test_faults_and_checkpoints_while_a_mean_is_on_its_way() -> None:
+    for result in launch(_late_faults, 4):
+        assert all(result.values()), [name for name, ok in result.items() if not ok]
+
+
+def _wrong_node() -> str:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    operations = Operations(node_size=3, node_rounds=2)
+    return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", operations=operations))
+
+
+def _copies() -> str:
+    model = _model()
+    shards = [nn.Parameter(p.detach().flatten().clone()) for p in model.parameters()]
+    return _error(lambda: Explorer(model, torch.optim.SGD(shards, lr=0.1), interval=T, gradients="local"))
+
+
+def test_an_optimizer_of_copies_is_refused() -> None:
+    for found in launch(_copies, 2):
+        assert found.startswith(
+            "ValueError: the optimizer must train parameters of the model that is averaged, but none"
+        )
+        assert "of its 2 tensors" in found
+
+
+def _disagreeing() -> str:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    operations = Operations(overlap=dist.get_rank() == 1)
+    return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", operations=operations))
+
+
+def test_nodes_must_fit_and_ranks_agree() -> None:
+    text = "ValueError: node_size must divide the 2 replicas, but got node_size=3"
+    assert launch(_wrong_node, 2) == [text, text]
+    for found in launch(_disagreeing, 2):
+        assert "operations=Operations(quarantine=None" in found
+
+
+def _raises() -> None:
+    run = _Run("local", faults=[Fault("error", 1, 6)], overlap=True)
+    run.advance()
+
+
+def test_an_exception_while_a_mean_is_on_its_way_ends_the_run() -> None:
+    with pytest.raises(ReplicaError, match="injected into replica 1 in step 6"):
+        launch(_raises, 2, timeout_s=20)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_taking_out_a_gradient_does_not_wait_for_the_gpu() -> None:
+    model = _model().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, operations=Operations(skip_nonfinite=True))
+    x = torch.randn(8, 3, device="cuda")
+    before = [p.detach().clone() for p in model.parameters()]
+    for factor in (1.0, math.nan, 1.0):
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * factor
+        loss.backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+            scheduler.step(loss)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    assert not any(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))

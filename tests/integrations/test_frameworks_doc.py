@@ -1,0 +1,133 @@
+"""What docs/frameworks.md says was tried is installed and tested, and its code runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework_task import Model, Samples, make_optimizer, make_schedule, pretend_torchrun
+from hdet.launch import launch
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "frameworks.md").read_text()
+TABLE = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]
+
+
+def _section(title: str) -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.split(f"## {title}\n")[1].split("\n## ")[0], re.DOTALL)
+    assert isinstance(block, str)
+    return block
+
+
+def test_the_tests_of_the_table_exist() -> None:
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", "\n".join(TABLE))
+    assert len(named) > 10
+    for file, test in named:
+        tree = ast.parse(next((ROOT / "tests").rglob(file)).read_text())
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
+
+
+@pytest.mark.parametrize(
+    ("package", "version"), sorted(set(re.findall(r"([a-z]+) (\d+\.\d+\.\d+)", "\n".join(TABLE)))), ids=str
+)
+def test_versions_are_not_older_than_what_pyproject_asks_for(package: str, version: str) -> None:
+    floors = re.findall(rf'"{package}(?:\[\w+\])?>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert floors
+    for floor in floors:
+        assert _numbers(version) >= _numbers(floor)
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed")
+    assert _numbers(installed)[0] == _numbers(version)[0], f"say in docs/frameworks.md that {installed} was tried"
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def test_links_lead_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)", PAGE) if "://" not in link and link != "frameworks_core.md"]
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_lightning_block_runs() -> None:
+    pl = pytest.importorskip("lightning.pytorch", reason="pip install 'hdet[lightning]'")
+
+    class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.inner(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self.inner)
+
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    loader = torch.utils.data.DataLoader(Samples(64), batch_size=4)
+    names: dict[str, Any] = {"module": Module(), "loader": loader, "options": options}
+    exec(compile(_section("Lightning"), "frameworks.md", "exec"), names)
+    assert names["trainer"].global_step == 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_transformers_block_runs(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'hdet[transformers]'")
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=4, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
+    trainer = transformers.Trainer(model=Model(), args=arguments, train_dataset=Samples(64))
+    exec(compile(_section("Transformers"), "frameworks.md", "exec"), {"hf_trainer": trainer})
+    assert trainer.lr_scheduler.last_epoch == 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_accelerate_and_sink_blocks_run(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="pip install 'hdet[accelerate]'")
+    accelerate.state.AcceleratorState._reset_state()
+    net = Model()
+    optimizer = make_optimizer(net)
+    names: dict[str, Any] = {
+        "accelerator": accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2),
+        "net": net,
+        "optimizer": optimizer,
+        "schedule": make_schedule(optimizer),
+        "batches": torch.utils.data.DataLoader(Samples(32), batch_size=4),
+        "folder": str(tmp_path),
+    }
+    exec(compile(_section("Accelerate"), "frameworks.md", "exec"), names)
+    assert names["scheduler"].scheduler.last_epoch == 4
+    exec(compile(_section("Sinks"), "frameworks.md", "exec"), names)
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == len(names["scheduler"].history) == 2
+
+
+def _deepspeed_block(folder: str) -> tuple[int, int]:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    pretend_torchrun()
+    net = Model()
+    names: dict[str, Any] = {
+        "torch": torch,
+        "net": net,
+        "optimizer": make_optimizer(net),
+        "batches": torch.utils.data.DataLoader(Samples(32), batch_size=4),
+        "folder": folder,
+    }
+    exec(compile(_section("DeepSpeed"), "frameworks.md", "exec"), names)
+    return names["scheduler"].last_epoch, len(names["scheduler"].history)
+
+
+def test_the_deepspeed_block_runs(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="pip install 'hdet[deepspeed]'")
+    assert launch(_deepspeed_block, 1, str(tmp_path), timeout_s=60) == [(4, 2)]
+    assert (tmp_path / "latest").exists()

@@ -1,0 +1,279 @@
+"""``hdet train``: run folders, stopping and going on, real processes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hdet import cli
+from hdet.command_line import UsageError
+from hdet.lab.commands.report import write_report
+from hdet.lab.runs import folder as run_folder
+from hdet.lab.runs.folder import METRICS
+from hdet.lab.runs.settings import Settings
+from hdet.lab.tasks import TextTask
+
+SMALL = ["train", "small-gpt", "--steps", "32", "--interval", "4", "--lr", "1e-3"]
+METHODS = {"fixed": "1", "gradient": "4"}
+"""Each with its number of replicas."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each method that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    for method, replicas in METHODS.items():
+        arguments = [*SMALL, "--method", method, "--replicas", replicas, "--out", str(folder / method)]
+        assert cli.main(arguments) == 0
+    return {method: folder / method for method in METHODS}
+
+
+@contextmanager
+def interrupted(folder: Path, *, num_rounds: int) -> Iterator[None]:
+    """Send this process a SIGINT as soon as the run in ``folder`` has recorded ``num_rounds``."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            if (folder / METRICS).exists() and (folder / METRICS).read_text().count("\n") >= num_rounds:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_the_folder_holds_what_is_needed_to_repeat_it(whole: dict[str, Path]) -> None:
+    folder = whole["gradient"]
+    facts = json.loads((folder / "config.json").read_text())
+    assert facts["config"]["steps"] == 32
+    assert facts["config"]["replicas"] == 4
+    assert facts["config"]["seed"] == 0
+    for name in ("hdet", "torch", "python", "numpy", "hardware", "data_sha256", "started", "git_commit"):
+        assert name in facts
+    assert re.fullmatch("[0-9a-f]{64}", facts["data_sha256"])
+    record = run_folder.read(folder)
+    assert [entry["step"] for entry in record.rounds] == list(range(4, 33, 4))
+    last = record.rounds[-2]
+    assert len(last["losses"]) == 4
+    assert len(last["values"]) == len(facts["groups"]) == 2
+    assert last["control"]["z"]
+    assert {"scales", "distance", "num_rollbacks", "converge_s"} <= set(last)
+    assert record.end is not None
+    assert record.end["validation"]["loss"] < record.rounds[0]["losses"][0]
+    assert sorted(path.name.partition(".out")[0] for path in folder.iterdir()) == [
+        *("checkpoint.pt", "config.json", "events", "metrics.jsonl")
+    ]
+
+
+def test_tensorboard_reads_the_events(whole: dict[str, Path]) -> None:
+    module: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(whole["gradient"]))
+    events.Reload()
+    assert {"loss/replica0", "loss/replica1", "control/z0", "validation/loss"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("loss/replica1")] == list(range(4, 33, 4))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_interrupted_and_resumed_it_ends_the_same(
+    method: str, whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    with interrupted(folder, num_rounds=2):
+        status = cli.main([*SMALL, "--method", method, "--replicas", METHODS[method], "--out", str(folder)])
+    assert status == 130
+    assert f"go on with: hdet train --resume {folder}" in capfd.readouterr().err
+    assert run_folder.load_checkpoint(folder)["step"] < 32
+    assert run_folder.read(folder).status == "unfinished"
+    assert cli.main(["train", "--resume", str(folder), "--lr", "0.1"]) == 2
+    assert "must keep its settings, but got --lr 0.1 instead of 0.001; leave them out" in capfd.readouterr().err
+    # Lines behind the checkpoint, as a killed run leaves them, are forgotten.
+    run_folder.append(folder, {**run_folder.read(folder).rounds[-1], "step": 31})
+
+    assert cli.main(["train", "--resume", str(folder)]) == 0
+
+    ours, theirs = run_folder.load_checkpoint(folder), run_folder.load_checkpoint(whole[method])
+    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
+    resumed, reference = run_folder.read(folder), run_folder.read(whole[method])
+    for key in ("step", "losses", "values", "scales", "control"):
+        assert [entry[key] for entry in resumed.rounds] == [entry[key] for entry in reference.rounds]
+    assert resumed.end is not None
+    assert reference.end is not None
+    assert resumed.end["validation"] == reference.end["validation"]
+
+
+# -- knobs ------------------------------------------------------------------------------------------------------
+
+KNOBS = ["--optimizer", "adamw", "--knobs", "weight_decay", "eps", "--replicas", "4", "--method"]
+
+
+@pytest.mark.parametrize("method", ["gradient", "paper"])
+def test_knobs_are_explored_recorded_and_resumed(
+    method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert cli.main([*SMALL, *KNOBS, method, "--out", str(whole)]) == 0
+    reference = run_folder.read(whole)
+    assert reference.config["knobs"] == ["weight_decay", "eps"]
+    knob = reference.rounds[0]["knobs"]["weight_decay"]
+    assert len(knob["values"]) == 4
+    assert min(knob["values"]) < 0.1 < max(knob["values"])
+    bases = [entry["knobs"]["weight_decay"]["base"] for entry in reference.rounds]
+    if method == "gradient":  # with the paper's, eight rounds show no more than a standard error
+        assert len(set(bases)) > 1
+    # Weight decay takes a neutral signal: the loss of one batch, the same for all.
+    assert len(reference.rounds[-2]["probes"]) == 4
+
+    with interrupted(folder, num_rounds=2):
+        assert cli.main([*SMALL, *KNOBS, method, "--out", str(folder)]) == 130
+    assert cli.main(["train", "--resume", str(folder), "--knobs", "eps"]) == 2
+    assert "must keep its settings, but got --knobs eps instead of weight_decay eps" in capfd.readouterr().err
+    assert cli.main(["train", "--resume", str(folder)]) == 0
+    resumed = run_folder.read(folder)
+    for key in ("step", "losses", "values", "knobs"):
+        assert [entry[key] for entry in resumed.rounds] == [entry[key] for entry in reference.rounds]
+
+    page = write_report([whole], tmp_path / "report").read_text()
+    assert 'aria-label="weight_decay"' in page
+    assert {"knob-1.png", "knob-2.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
+    module: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(whole))
+    events.Reload()
+    assert {"weight_decay/base", "weight_decay/replica3", "eps/replica0"} <= set(events.Tags()["scalars"])
+    capfd.readouterr()
+    assert cli.main(["watch", str(whole), "--once"]) == 0
+    assert "weight_decay" in capfd.readouterr().out
+
+
+def test_runs_that_differ_in_their_knobs_are_different_configurations(
+    whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    arguments = [*SMALL, "--method", "gradient", "--replicas", "4", "--knobs", "momentum", "beta2"]
+    assert cli.main([*arguments, "--out", str(folder)]) == 0
+    page = write_report([whole["gradient"], folder], tmp_path / "report").read_text()
+    assert "gradient, lr 0.001, no knobs" in page
+    assert "gradient, lr 0.001, momentum beta2" in page
+    assert 'aria-label="beta2: gradient, lr 0.001, momentum beta2"' in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--knobs", "beta2"], "--knobs beta2 compares replicas and needs at least 2 processes, but got 1; add --rep"),
+        (["--knobs", "beta2", "--method", "fixed"], "--knobs beta2 needs a method that learns, but got --method fixed"),
+        (["--knobs", "beta2", "--optimizer", "sgd"], "--knobs beta2 is there with --optimizer adam or adamw, but got"),
+        (["--knobs", "weight_decay"], "--knobs weight_decay is there with --optimizer adamw, but got --optimizer adam"),
+        (["--knobs", "eps", "eps"], "--knobs must be different names, but got eps eps"),
+        (["--knobs", "dropout"], "dropout"),
+    ],
+)
+def test_knobs_that_cannot_be_explored_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*SMALL, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_weight_decay_needs_a_batch_after_the_last() -> None:
+    class Short(TextTask):
+        def rows(self, step: int, *, seed: int = 0) -> torch.Tensor:
+            if step >= 20:
+                raise ValueError("step must be below 20")
+            return super().rows(step, seed=seed)
+
+    task = Short("short", torch.zeros(2000), 2, context=8)
+    settings = Settings("short", optimizer="adamw", knobs=("weight_decay",), steps=20)
+    with pytest.raises(UsageError, match="judged by the batch after the run's last, but short has none after --steps"):
+        settings.resolve(task, 2)
+    assert replace(settings, steps=19).resolve(task, 2).steps == 19
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_stays_as_it_is(whole: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = whole["fixed"]
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert cli.main([*SMALL, "--out", str(folder)]) == 2
+    assert re.search(r"--out must be a new folder, but \S+ exists", capsys.readouterr().err)
+    assert cli.main(["train", "--resume", str(folder)]) == 2
+    assert re.search(r"--resume must name an unfinished run, but \S+ is done", capsys.readouterr().err)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_run_that_breaks_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    arguments = ["train", "small-gpt", "--steps", "12", "--lr", "1e6", "--optimizer", "sgd", "--method", "fixed"]
+    assert cli.main([*arguments, "--schedule", "constant", "--out", str(folder), "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["status"] == "diverged"
+    assert result["validation"]["loss"] is None
+    assert run_folder.read(folder).rounds[-1]["losses"] == [None]
+
+
+def test_the_papers_method_breaks_with_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "small-gpt", "--steps", "12", "--lr", "1e6", "--optimizer", "sgd", "--method", "paper"]
+    folder = tmp_path / "run"
+    assert cli.main([*arguments, "--schedule", "wsd", "--replicas", "2", "--out", str(folder)]) == 1
+    assert "the model broke at step" in capsys.readouterr().out
+    record = run_folder.read(folder)
+    assert record.status == "diverged"
+    assert record.end is not None
+    assert "are not finite at the converge" in record.end["error"]
+
+
+def test_ctrl_c_in_a_terminal_reaches_every_process(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = ["train", "small-gpt", "--steps", "5000", "--interval", "5", "--replicas", "2", "--out", str(folder)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hdet", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            if (folder / METRICS).exists() and (folder / METRICS).read_text().count("\n") >= 2:
+                break
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 130, err
+    assert re.search(rf"stopped at step \d+ of 5000; go on with: hdet train --resume {folder}", err)
+    assert "Traceback" not in err
+    assert run_folder.load_checkpoint(folder)["step"] == run_folder.read(folder).rounds[-1]["step"]
+
+
+def test_under_torchrun_it_trains_in_that_process_group(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hdet"]
+    arguments = [*SMALL, "--method", "gradient", "--json", "--out", str(folder)]
+    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["status"] == "done"
+    record = run_folder.read(folder)
+    assert record.config["replicas"] == len(record.rounds[0]["losses"]) == 2

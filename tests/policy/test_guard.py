@@ -1,0 +1,165 @@
+"""The guard: quiet on ordinary curves, however noisy; loud when training breaks."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hdet.checks import FloatArray
+from hdet.policy.guard import NUM_RECENT, Guard, GuardState, pack_guard, unpack_guard
+
+
+def feed(losses: FloatArray | list[float], state: GuardState | None = None) -> tuple[GuardState, list[bool]]:
+    guard, verdicts = Guard(), []
+    state = state or GuardState()
+    for loss in losses:
+        state, healthy = guard.update(state, float(loss))
+        verdicts.append(healthy)
+    return state, verdicts
+
+
+def false_alarms(curves: FloatArray) -> int:
+    return sum(not healthy for curve in curves for healthy in feed(curve)[1])
+
+
+# -- quiet ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3])
+def test_stationary_noise_is_hardly_ever_a_jump(noise: float) -> None:
+    """100 runs of 300 rounds that make no progress at all, the hardest case: fewer than one alarm in 10,000 rounds."""
+    rng = np.random.default_rng(0)
+    assert false_alarms(2.5 + noise * rng.normal(size=(100, 300))) <= 3
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.1])
+@pytest.mark.parametrize("shape", ["power", "exponential", "linear"])
+def test_a_decaying_noisy_curve_is_never_a_jump(shape: str, noise: float) -> None:
+    rng = np.random.default_rng(1)
+    t = np.linspace(0, 1, 200)
+    curve = {
+        "power": 1 + 3 * (1 + 50 * t) ** -0.5,
+        "exponential": 1 + 3 * np.exp(-8 * t),
+        "linear": 4 - 3 * t,
+    }[shape]
+    assert false_alarms(curve + noise * rng.normal(size=(50, 200))) == 0
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    level=st.floats(0.1, 100),
+    progress=st.floats(1.0, 5),
+    relative_noise=st.floats(0, 0.05),
+)
+def test_a_run_that_learns_is_never_stopped(seed: int, level: float, progress: float, relative_noise: float) -> None:
+    """Any scale, any speed: noise up to a twentieth of the level, and progress of at least the level."""
+    rng = np.random.default_rng(seed)
+    curve = level * (1 + progress * np.exp(-np.linspace(0, 6, 100)) + relative_noise * rng.normal(size=100))
+    assert false_alarms(curve[None]) == 0
+
+
+@given(st.floats(0.5, 10), st.floats(1e-12, 1e-6))
+@example(1.0, 1e-9)
+def test_a_constant_loss_that_rises_by_a_hair_is_no_jump(level: float, hair: float) -> None:
+    """Without noise the usual difference between rounds is 0; a change in the last digits must not be 8 times it."""
+    assert all(feed([level] * 8 + [level * (1 + hair)])[1])
+
+
+def test_a_first_loss_of_zero_does_not_make_every_rise_a_jump() -> None:
+    assert all(feed([0.0, 0.01, -0.01, 0.02, 0.0])[1])
+
+
+# -- loud -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    noise=st.floats(1e-4, 0.02),
+    num_before=st.integers(5, 60),
+    jump=st.floats(0.5, 100),
+)
+def test_a_jump_is_found(seed: int, noise: float, num_before: int, jump: float) -> None:
+    """Half of the progress lost, and 20 times the noise."""
+    rng = np.random.default_rng(seed)
+    curve = 1 + 3 * np.exp(-np.linspace(0, 4, num_before)) + noise * rng.normal(size=num_before)
+    state, verdicts = feed(curve)
+    assert all(verdicts)
+    usual = float(np.median(curve[-5:]))
+    lost = max(jump * (curve[0] - usual), 30 * noise, 20 * float(np.abs(np.diff(curve[-NUM_RECENT:])).max()))
+    after, healthy = Guard().update(state, usual + lost)
+    assert not healthy
+    assert after == state._replace(num_strikes=1)  # a broken round teaches nothing
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 3, 5, 30])
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_always_broken(num_before: int, loss: float) -> None:
+    state, _ = feed([3.0, 2.5, 2.2, 2.0, 1.9, *[1.8] * 25][:num_before])
+    for strikes in range(1, 10):  # beyond max_strikes too: there is no level to accept
+        state, healthy = Guard().update(state, loss)
+        assert not healthy
+        assert state.num_strikes == strikes
+
+
+def test_until_five_rounds_are_known_only_a_huge_loss_counts() -> None:
+    _, verdicts = feed([3.0, 2.9, 8.0])
+    assert verdicts == [True, True, True]
+    _, verdicts = feed([3.0, 2.9, 9.0])
+    assert verdicts == [True, True, False]
+
+
+# -- strikes --------------------------------------------------------------------------------------------------------
+
+CURVE = [3.0, 2.5, 2.2, 2.0, 1.9, 1.85, 1.8, 1.82, 1.79]
+
+
+def test_a_level_that_stays_up_is_accepted_after_max_strikes() -> None:
+    state, verdicts = feed([*CURVE, 4.0, 4.1, 4.2])
+    assert verdicts[-3:] == [False] * 3
+    state, healthy = Guard().update(state, 4.0)
+    assert healthy
+    assert state == GuardState(4.0, (4.0,), 0)  # what was usual before says nothing about the new data
+    assert all(feed([4.1, 3.9, 4.0, 3.8, 3.9, 3.85], state)[1])
+
+
+def test_a_healthy_round_clears_the_strikes() -> None:
+    _, verdicts = feed([*CURVE, 4.0, 4.0, 1.8, 4.0, 4.0, 4.0])
+    assert verdicts[-6:] == [False, False, True, False, False, False]
+
+
+def test_a_non_finite_round_is_a_strike_but_never_accepted() -> None:
+    _, verdicts = feed([*CURVE, math.nan, math.nan, math.nan, math.nan, 4.0])
+    assert verdicts[-5:] == [False] * 4 + [True]
+
+
+def test_only_the_last_rounds_are_kept() -> None:
+    state, _ = feed(np.linspace(5, 1, 100))
+    assert len(state.recent) == NUM_RECENT
+    assert state.first == 5.0
+
+
+# -- the state ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_before", range(0, 14, 3))
+def test_a_restored_guard_goes_on_as_before(num_before: int) -> None:
+    losses = [*CURVE, 4.0, math.nan, 1.8, 1.75, 4.0, 4.0]
+    state, _ = feed(losses[:num_before])
+    again = unpack_guard(json.loads(json.dumps(pack_guard(state))))
+    assert repr(again) == repr(state)
+    assert repr(feed(losses[num_before:], again)) == repr(feed(losses[num_before:], state))
+
+
+def test_a_broken_state_is_refused() -> None:
+    packed = pack_guard(feed(CURVE)[0])
+    with pytest.raises(ValueError, match=r"recent must hold finite numbers, but got \[1.0, nan\]"):
+        unpack_guard({**packed, "recent": [1.0, math.nan]})
+    with pytest.raises(KeyError, match="num_strikes"):
+        unpack_guard({"first": 1.0, "recent": []})

@@ -1,0 +1,44 @@
+"""The examples run as their first line says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: Path, tmp_path: Path) -> None:
+    package = path.stem.removeprefix("with_")
+    if package != "ddp":
+        pytest.importorskip(package, reason=f"pip install 'hdet[{package}]'")
+    lines = path.read_text().splitlines()
+    assert len(lines) < 60
+    launcher = [] if package == "ray" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    shown = "python" if package == "ray" else "torchrun --nproc-per-node 2"
+    assert f": {shown} examples/{path.name}" in lines[0]
+    command = [sys.executable, *launcher, str(path)]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that a timeout ends the workers too
+    )
+    try:
+        out, err = process.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert process.returncode == 0, err
+    assert len(re.findall(r"learned scale \d", out)) == 1, out

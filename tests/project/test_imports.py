@@ -1,0 +1,139 @@
+"""Importing is quiet and light, the public surface is small, and imports go one way: core to edges."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hdet
+
+SOURCE = Path(hdet.__file__).parent
+
+# The rooms, from the edges to the core: a room may import from those below it, and from itself.
+ROOMS = (
+    {"__main__"},
+    {"cli"},
+    {"lab"},
+    {"cluster"},
+    {"command_line"},
+    {"integrations", "__init__"},
+    {"schedulers"},
+    {"engine"},
+    {"warm_start"},
+    {"knobs"},
+    {"signals"},
+    {"weights"},
+    {"replicas"},
+    {"testing"},
+    {"policy"},
+    {"controllers", "sinks"},
+    {"history", "launch", "operations"},
+    {"checks"},
+)
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+NUMBERS = ("policy", "controllers", "history", "checks", "operations")
+"""Rooms that know numbers only: no processes."""
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+MODULES = {_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def _imports(path: Path) -> set[str]:
+    """Every module that a file names in an import, wherever it stands; ``from a import b`` names a and a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _own_imports(path: Path) -> set[str]:
+    own = {name.removeprefix("hdet.") for name in _imports(path) if name.startswith("hdet.")}
+    return own & set(MODULES)
+
+
+def _room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_one_way(name: str) -> None:
+    room = _room(name)
+    assert room in LEVEL, f"{room} needs a place among the rooms"
+    upwards = {own for own in _own_imports(MODULES[name]) if _room(own) != room and LEVEL[_room(own)] <= LEVEL[room]}
+    assert not upwards, f"{name} must not import {sorted(upwards)}"
+    inside = room in ("lab", "cli", "__main__", "cluster", "integrations", "__init__")
+    assert inside or "hdet" not in _imports(MODULES[name]), f"{name} must not import the package that imports it"
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if _room(name) in NUMBERS))
+def test_numbers_know_no_processes(name: str) -> None:
+    assert not {module for module in _imports(MODULES[name]) if module.startswith(("torch", "multiprocessing"))}
+
+
+def test_the_public_names_are_frozen() -> None:
+    names = ["AutoLR", "Explorer", "OneCycleAutoLR", "Operations", "RoundRecord", "knobs", "warm_noisy_init"]
+    assert sorted(hdet.__all__) == names
+    assert all(hasattr(hdet, name) for name in hdet.__all__)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", hdet.__version__)
+
+
+_IMPORT_QUIETLY = """
+import logging, os, random, sys, warnings
+import numpy, torch, torch.distributed, torch.distributed.tensor, torch.nn.parallel
+
+warnings.simplefilter("error")
+filters = list(warnings.filters)
+handlers = list(logging.getLogger().handlers), logging.getLogger().level
+loggers = set(logging.root.manager.loggerDict)
+environment = dict(os.environ)
+threads = torch.get_num_threads()
+states = torch.get_rng_state(), numpy.random.get_state()[1].copy(), random.getstate()
+modules = set(sys.modules)
+
+import hdet
+
+assert warnings.filters == filters, "warning filters changed"
+assert (list(logging.getLogger().handlers), logging.getLogger().level) == handlers, "logging set up"
+for name in set(logging.root.manager.loggerDict) - loggers:
+    assert not logging.getLogger(name).handlers, f"handler on {name}"
+assert dict(os.environ) == environment, "environment changed"
+assert torch.get_num_threads() == threads, "threads changed"
+assert torch.equal(torch.get_rng_state(), states[0])
+assert (numpy.random.get_state()[1] == states[1]).all()
+assert random.getstate() == states[2]
+assert not torch.distributed.is_initialized()
+new = {name.partition(".")[0] for name in set(sys.modules) - modules}
+foreign = new - {"hdet", "torch", "numpy"} - set(sys.stdlib_module_names)
+assert not foreign, f"loaded {sorted(foreign)}"
+optional = {"rich", "tyro", "tensorboard", "matplotlib", "jinja2", "hypothesis", "pytest", "pandas"}
+optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate", "wandb", "mlflow"}
+optional |= {"deepspeed", "ray", "torchft", "torchtitan"}
+assert not optional & set(sys.modules), f"loaded {sorted(optional & set(sys.modules))}"
+assert not {name for name in sys.modules if name.startswith(("hdet.lab", "hdet.integrations", "hdet.sinks"))}
+"""
+
+
+def test_importing_is_quiet_and_light() -> None:
+    done = subprocess.run([sys.executable, "-c", _IMPORT_QUIETLY], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert done.stderr == ""
+
+
+def test_the_package_is_marked_as_typed() -> None:
+    assert (SOURCE / "py.typed").exists()
