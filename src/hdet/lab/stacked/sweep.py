@@ -2,7 +2,7 @@
 
 A run is a task, a starting learning rate, a seed and a method; runs with the same number of replicas train as one
 batched computation. Every number comes out of the same :class:`~hdet.policy.steering.Steering`, controllers and guard
-as in :class:`~hdet.engine.rounds.RoundLoop`; only the mechanics, averaging and placing weights, are the stacked engine's.
+as in :class:`~hdet.engine.rounds.RoundLoop`; only averaging and placing weights are the stacked engine's own.
 """
 
 from __future__ import annotations
