@@ -61,6 +61,6 @@ def test_the_blocks_run_in_order(tmp_path: Path) -> None:
 
 
 def test_the_tests_it_names_exist() -> None:
-    names = re.findall(r"`(tests/\w+\.py)`", PAGE.read_text())
+    names = re.findall(r"`(tests/\w+/\w+\.py)`", PAGE.read_text())
     assert len(names) >= 6
     assert [name for name in names if not (PAGE.parent.parent / name).exists()] == []

@@ -134,6 +134,7 @@ def test_what_reaches_outside_is_refused_and_says_what_to_do(way: str) -> None:
         TypeError, match=r"^a scheduler that has sinks must not be copied or pickled: .*load_state_dict\(old.state_di"
     ):
         WAYS[way]((model, optimizer, scheduler))
+    del scheduler
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         explorer = Explorer(

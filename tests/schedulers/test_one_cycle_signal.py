@@ -47,6 +47,7 @@ def _train(kind: str, signal: str, spread: float, *, stop: int = STEPS) -> dict[
         if kind == "one-cycle, resumed" and step == STEPS // 2:
             with scheduler.converged():
                 state = scheduler.state_dict()
+            del scheduler
             scheduler = _one_cycle(optimizer, signal, spread)
             scheduler.load_state_dict(state)
         lrs.append([float(group["lr"]) for group in optimizer.param_groups])

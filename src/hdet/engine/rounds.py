@@ -436,14 +436,11 @@ class RoundLoop:
     def converge(self, step: int) -> None:
         """Eq. 3 now, in the middle of a round: the round, its signal and its multipliers go on."""
         with self.lock:
-            self._converge(step)
-
-    def _converge(self, step: int) -> None:
-        if not self.active or self._inside_converged:
-            return
-        self._land()
-        with self.replicas.meeting(step):
-            self._converge(step)
+            if not self.active or self._inside_converged:
+                return
+            self._land()
+            with self.replicas.meeting(step):
+                self._converge(step)
 
     def _converge(self, step: int) -> None:
         healthy = self._compare_notes(step, losses_required=False, asked=True)["healthy"] > 0

@@ -39,8 +39,9 @@ class _GroupKnob(Knob):
         super().bind(optimizer)
 
     def add_groups(self) -> None:
-        assert self._optimizer is not None
-        joined = self._optimizer.param_groups[len(self._values) :]
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        joined = optimizer.param_groups[len(self._values) :]
         self._values += [self._read_group(group) for group in joined]
 
     def _read_group(self, group: dict[str, Any]) -> float:

@@ -391,7 +391,7 @@ class AutoLR(RoundFace, LRScheduler):
                 vars(each).clear()
                 vars(each).update(values)
             raise cannot_load(error) from error
-        self._step = self._schedule_step = last_epoch
+        self._step, self._schedule_step = last_epoch, self._steps_of_schedule()
         self._schedule_lrs = lrs
         self._refresh()
 
