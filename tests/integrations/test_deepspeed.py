@@ -155,7 +155,7 @@ def test_copies_of_the_weights_are_refused(results: Results) -> None:
         assert '{"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}' in replica["bf16"]
 
 
-def test_without_a_schedule_the_learning_rate_is_one(results: Results) -> None:
+def test_without_a_schedule_the_learning_rate_is_constant(results: Results) -> None:
     assert [replica["none"] for replica in results[0]] == [task.STEPS // 2] * 2
 
 

@@ -73,7 +73,7 @@ def _explore() -> dict[str, Any]:
 
 
 class Later(torch.utils.data.DistributedSampler[Any]):
-    """Lightning's own sampler shuffles, and starts anew after a resume in the middle of an epoch."""
+    """Lightning's own sampler shuffles, and starts over after a resume in the middle of an epoch."""
 
     first = 0
 
@@ -240,7 +240,7 @@ def test_a_schedule_by_epochs_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_without_a_schedule_the_learning_rate_is_one() -> None:
+def test_without_a_schedule_the_learning_rate_is_constant() -> None:
     from hdet.integrations.lightning import HDETCallback
 
     module = _module(None)
@@ -302,7 +302,7 @@ def _finetune(order: str, folder: str = "", *, resume: bool = False, **trainer: 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_layers_that_basefinetuning_unfreezes_train_along_and_resume(order: str, tmp_path: Path) -> None:
+def test_layers_that_basefinetuning_unfreezes_are_trained_and_resume(order: str, tmp_path: Path) -> None:
     whole = _finetune(order, str(tmp_path))
     assert [len(lrs) for lrs in whole["lrs"]] == [1] * 5 + [2] * 10
     assert [lrs[1] / lrs[0] for lrs in whole["lrs"][5:]] == pytest.approx([0.1] * 10)

@@ -22,14 +22,14 @@ def attach(engine: Any, make: Make | None = None, *, sinks: Sequence[RecordSink]
     called with, each micro-batch's own, and is not read before a round ends; ``engine.step`` needs no ``lr_kwargs``.
     ``engine.save_checkpoint`` saves the mean weights and the scheduler's state, ``engine.load_checkpoint`` loads both.
 
-    ZeRO is refused, at every stage. A learning rate per rank would become one per shard: nothing would differ, and
-    nothing could be learned. And the first-order signal, which needs no replicas, would act on this rank's shard of
-    the optimizer's copy of the weights: a rollback would not reach the model, and a checkpoint would hold one
-    rank's shard of the anchor. The same goes for the fp32 copies that ``fp16`` and ``bf16`` train; ``torch_autocast``
-    makes none.
+    ZeRO is refused at every stage. A learning rate per rank would become one per shard, so replicas would not differ
+    and nothing could be learned. The first-order signal, which needs no replicas, would act on this rank's shard of the
+    optimizer's copy of the weights: a rollback would not reach the model, and a checkpoint would hold one rank's shard
+    of the anchor. The same applies to the fp32 copies that ``fp16`` and ``bf16`` train; ``torch_autocast`` makes no
+    copies.
 
     Args:
-        engine: of ``deepspeed.initialize``. Without a schedule, the optimizer's learning rate is one.
+        engine: of ``deepspeed.initialize``. If it has no schedule, one that is constant is made.
         make: builds the scheduler around the engine's schedule; default AutoLR with ``settings``.
         sinks: each gets the record of every round.
         settings: arguments of AutoLR. ``model`` is the engine's module.

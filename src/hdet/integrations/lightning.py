@@ -30,13 +30,13 @@ except ImportError as error:
 class HDETCallback(Callback):
     """Wraps the schedule that ``configure_optimizers`` returned, with ``"interval": "step"``, in AutoLR.
 
-    If it returned none, the optimizer's learning rate is the schedule. If it returned a scheduler of HDET, that one is
+    If it returned no schedule, one that is constant is made. If it returned a scheduler of HDET, that one is
     used. One optimizer step is one step, whatever ``accumulate_grad_batches`` is; the loss is the mean over
     micro-batches, and is not read before a round ends. Validation and every ``trainer.save_checkpoint`` see the mean
     weights. The scheduler's state is the checkpoint's ``lr_schedulers`` entry.
 
-    Param groups that ``BaseFinetuning`` adds train along. ``StochasticWeightAveraging`` puts a schedule of its own in
-    this one's place: HDET ends there, with the mean weights and a warning.
+    Param groups that ``BaseFinetuning`` adds are trained too. ``StochasticWeightAveraging`` replaces the schedule: HDET
+    ends there, with the mean weights and a warning.
 
     Args:
         make: builds the scheduler around the configured schedule; default AutoLR with ``settings``. It may return an
@@ -88,8 +88,8 @@ class HDETCallback(Callback):
         found = [type(config.scheduler).__name__ for config in configs]
         warnings.warn(
             f"HDETCallback ends at step {hdet.last_epoch}: the Trainer's schedule is {found or 'none'} now, no longer "
-            f"{type(hdet).__name__}, as StochasticWeightAveraging arranges it in its first epoch. From here on the "
-            "learning rate is not learned; the weights are the mean of the replicas'",
+            f"{type(hdet).__name__}; StochasticWeightAveraging does that in its first epoch. From here on the learning "
+            "rate is not learned; the weights are the mean of the replicas'",
             stacklevel=2,
         )
 
@@ -113,7 +113,7 @@ class HDETCallback(Callback):
             pl_module.log_dict(
                 {f"hdet/{name}": torch.tensor(value) for name, value in values.items()},
                 prog_bar=True,
-                batch_size=1,  # else Lightning looks for it in the batch, and warns where it cannot tell
+                batch_size=1,  # otherwise Lightning guesses it from the batch, and may warn
             )
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

@@ -41,7 +41,7 @@ def attach(trainer: Any, make: Make | None = None, *, sinks: Sequence[RecordSink
         container.schedulers[0], model=trainer.model_parts[0], total_steps=trainer.config.training.steps
     )
     container.schedulers = [scheduler]
-    # Its own keep the number of steps only, since torchtitan's schedules have no other state.
+    # The container's own methods save the number of steps only; torchtitan's schedules have no other state.
     container.state_dict, container.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
     _observe_losses(trainer, scheduler)
     _save_at_mean(trainer.checkpointer, scheduler)
@@ -55,7 +55,7 @@ def _observe_losses(trainer: Any, scheduler: Scheduler) -> None:
 
     def observed(*, labels: Tensor, global_valid_tokens: Tensor, **inputs: Any) -> Tensor:
         loss: Tensor = step(labels=labels, global_valid_tokens=global_valid_tokens, **inputs)
-        # The sum over this rank's tokens divided by the number of all ranks', so that one with fewer looks better.
+        # This rank's sum divided by all ranks' tokens, so a rank with fewer tokens would look better than it is.
         tokens = labels.ne(IGNORE_INDEX).sum()
         scheduler.observe(loss.detach() * global_valid_tokens / tokens.clamp(min=1), weight=tokens.float())
         return loss

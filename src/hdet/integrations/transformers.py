@@ -89,8 +89,8 @@ class HDETTrainerCallback(TrainerCallback):
             if num_items is None or num_items_in_batch is None:
                 self._hdet.observe(loss * trainer.current_gradient_accumulation_steps)
             else:
-                # Divided by the items of all micro-batches and ranks, so that a rank with fewer items looks better
-                # than it is: bring it back to a mean over its own.
+                # It is divided by the items of all micro-batches and ranks, so a rank with fewer items would look
+                # better than it is: rescale it to a mean over its own.
                 ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
                 items = num_items.to(loss.device).float()
                 mine = loss * num_items_in_batch / (items.clamp(min=1) * ranks)
@@ -134,7 +134,7 @@ class HDETTrainerCallback(TrainerCallback):
 
 
 def _num_items(trainer: Any, inputs: Any) -> Tensor | None:
-    """How many labels a micro-batch has on this rank, where the Trainer divides by their number."""
+    """How many labels a micro-batch has on this rank; None unless the Trainer divides by their number."""
     scaled = (
         trainer.loss_is_scaled_for_ga
         if getattr(trainer, "loss_is_scaled_for_ga", None) is not None
