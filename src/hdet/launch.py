@@ -36,8 +36,8 @@ def launch(
 ) -> list[Any]:
     """Call ``function(*args)`` on ``num_replicas`` fresh processes and return what each returned.
 
-    Every process gets an initialised process group over loopback and one thread of computation. The rendezvous is a
-    file, so no port is taken. Whatever happens, no process outlives the call.
+    Every process gets an initialised process group over loopback, and computes with one thread. The rendezvous is a
+    file, so no port is needed. No process outlives the call.
 
     Args:
         function: importable by name; its arguments and result must pickle.
@@ -91,7 +91,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list
     waiting = {pipe: index for index, pipe in enumerate(pipes)}
     while waiting:
         left = deadline - time.monotonic()
-        # After the first failure the others get a moment to report theirs: often theirs names the cause.
+        # After the first failure the others get a moment to report their own, which often names the cause.
         ready = wait(list(waiting), timeout=max(min(left, 2.0) if errors else left, 0.0))
         if not ready:
             break
@@ -101,7 +101,7 @@ def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                ok, value = False, "the process died without a word"
+                ok, value = False, "the process ended without reporting an error"
             (results if ok else errors)[index] = value
     if errors:
         listing = "\n".join(f"--- replica {index}:\n{text}" for index, text in sorted(errors.items()))
@@ -128,7 +128,7 @@ def _replica(
         store = FileStore(store_path, num_replicas)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=index, world_size=num_replicas, timeout=timeout)
-        dist.barrier()  # a function that is done at once must not leave before the others have connected
+        dist.barrier()  # a function that returns at once must not exit before the others have connected
         result = function(*args)
         # Plain pickle: torch's own would share the memory of tensors with a process that is about to end.
         send.send_bytes(pickle.dumps((True, result)))

@@ -1,4 +1,4 @@
-"""Sinks: where the record of each round goes. Off unless you attach one; nothing here runs inside a step."""
+"""Sinks: where the record of each round goes, once ``scheduler.add_sink(sink)`` was called. None runs inside a step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,11 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
 from hdet.history import RoundRecord
-
-
-class HasHistory(Protocol):
-    """A scheduler or an Explorer."""
-
-    optimizer: Any
-
-    @property
-    def history(self) -> list[RoundRecord]: ...
 
 
 def scalars(record: RoundRecord, names: Sequence[str] = ()) -> dict[str, float]:
@@ -56,19 +47,17 @@ def _numbered(prefix: str, values: Sequence[float]) -> dict[str, float]:
 
 
 class Sink(ABC):
-    """Called with each finished round's record; writes on rank 0 alone, where all replicas' numbers are known.
+    """Called at the end of each round with its record, which has all replicas' numbers; only rank 0 writes.
 
-    A sink that cannot write warns once, and training goes on; it tries again with the next record. Subclasses implement
-    :meth:`write`.
+    If a sink cannot write, it warns once, training goes on, and it tries again with the next record. Subclasses
+    implement :meth:`write`.
     """
 
     def __init__(self) -> None:
-        self._last: RoundRecord | None = None
         self._warned = False
 
     def __call__(self, record: RoundRecord, names: Sequence[str] = ()) -> None:
         """Write one record. ``names`` are those of the param groups."""
-        self._last = record
         if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
             return
         try:
@@ -85,17 +74,6 @@ class Sink(ABC):
                 stacklevel=3,
             )
 
-    def update(self, scheduler: HasHistory) -> None:
-        """Write the records that ``scheduler.history`` has got since the last call; at most its last 1000."""
-        new = []
-        for record in reversed(scheduler.history):
-            if record is self._last:  # by identity: after a load the numbers of rounds may go back
-                break
-            new.append(record)
-        names = [str(group.get("name", f"group{k}")) for k, group in enumerate(scheduler.optimizer.param_groups)]
-        for record in reversed(new):
-            self(record, names)
-
     @abstractmethod
     def write(self, record: RoundRecord, names: Sequence[str]) -> None:
         """Write one record, or raise."""
@@ -107,8 +85,8 @@ class Sink(ABC):
 class JsonLinesSink(Sink):
     """Appends a line of JSON a round: the whole record, and ``names``. NaN and infinity become null.
 
-    The file never ends in half a line: what a full disk or a crash left of one is cut off. Rounds that could not be
-    written are missing; once there is room again, the next ones follow.
+    The file never ends in half a line: a partial line left by a full disk or a crash is removed. Rounds that could not
+    be written are missing; once there is room again, the next ones follow.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -191,7 +169,7 @@ class MLflowSink(Sink):
     Args:
         tracking_uri: e.g. ``"sqlite:///mlflow.db"``; default MLflow's own.
         run_id: a run of yours; default a new one in ``experiment``, made at the first record.
-        experiment: its name; made where there is none.
+        experiment: its name; created if it does not exist.
     """
 
     def __init__(self, tracking_uri: str | None = None, *, run_id: str | None = None, experiment: str = "hdet") -> None:
@@ -228,7 +206,7 @@ class MLflowSink(Sink):
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line to a file, whole or not at all; OSError where it cannot be written."""
+    """Append one line to a file, whole or not at all; OSError if it cannot be written."""
     data = line.encode() + b"\n"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -237,7 +215,7 @@ def append_line(path: Path, line: str) -> None:
             if os.write(file, data) != len(data):
                 raise OSError("the disk took only a part of the line")
         except OSError:
-            # Where even that fails, the next line cuts it off.
+            # If even that fails, the next call removes it.
             with contextlib.suppress(OSError):
                 os.ftruncate(file, end)
             raise
@@ -264,7 +242,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def _cut_half_line(file: int) -> int:
-    """The size of the file without what follows its last newline, which is cut off."""
+    """Remove what follows the last newline; returns the size of the file then."""
     end = size = os.fstat(file).st_size
     while end and os.pread(file, 1, end - 1) != b"\n":
         end -= 1

@@ -35,8 +35,8 @@ def warm_noisy_init(
 
     The noise of a replica depends on the seed, the replica and the parameter's name alone: it is reproducible, and the
     global random state is not touched. Buffers, integer tensors and frozen parameters stay as they are (frozen ones
-    are not averaged either, so noise in them would never go away). Call it after DDP has wrapped the model: DDP's
-    constructor overwrites all replicas with rank 0's weights.
+    are not averaged either, so noise in them would stay). Call it after DDP has wrapped the model: DDP's constructor
+    overwrites all replicas with rank 0's weights.
 
     Args:
         model: wrapped in DDP, or bare.
@@ -44,13 +44,13 @@ def warm_noisy_init(
         scope: norm and size d of each ``"tensor"`` by itself, or of the whole ``"model"`` (as the equation is printed).
         seed: of the noise, >= 0.
         process_group: the ranks that hold replicas; default all.
-        filter: takes a parameter's name (without DDP's ``module.``); noise only where it returns True.
+        filter: takes a parameter's name (without DDP's ``module.``) and returns whether it gets noise; default all do.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, but got {type(model).__name__}")
     require(number(nu) >= 0, "nu", "a finite number >= 0", nu)
     if nu > 1000:
-        raise ValueError(f"nu must be at most 1000, noise that leaves nothing of the weights, but got nu={nu!r}")
+        raise ValueError(f"nu must be at most 1000, a thousand times the size of the weights, but got nu={nu!r}")
     require(isinstance(scope, str) and scope in ("tensor", "model"), "scope", '"tensor" or "model"', scope)
     require(integer(seed) >= 0, "seed", "an integer >= 0", seed)
     if filter is not None and not callable(filter):
@@ -60,7 +60,7 @@ def warm_noisy_init(
     if replicas.count > 1 and not isinstance(model, DistributedDataParallel):
         warnings.warn(
             "warm_noisy_init was called on a model that is not wrapped in DistributedDataParallel; wrapping it later "
-            "would overwrite the noise of every replica with rank 0's. Wrap first, unless you never will",
+            "would overwrite the noise of every replica with rank 0's. Wrap the model first, if you are going to",
             stacklevel=2,
         )
     bare = model.module if isinstance(model, DistributedDataParallel) else model

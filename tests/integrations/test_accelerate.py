@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import framework_task as task
+from framework_task import Results
 from hdet import AutoLR, OneCycleAutoLR
 from hdet.launch import launch
 
@@ -73,12 +73,12 @@ def fit(
             except RuntimeError as error:
                 refused = str(error)
             scheduler.save_state(folder)
-    assert half or len(scheduler.history) == (task.STEPS - (4 if resume else 0)) // settings["interval"]
-    return {"lrs": lrs, "losses": inner.losses, "weights": inner.flat(), "refused": refused}
+    rounds = len(scheduler.history)
+    assert half or rounds == (task.STEPS - (4 if resume else 0)) // settings["interval"]
+    return {"lrs": lrs, "losses": inner.losses, "weights": inner.flat(), "rounds": rounds, "refused": refused}
 
 
 def _all(folder: str) -> dict[str, Any]:
-    task.pretend_torchrun()
     found: dict[str, Any] = {"plain": task.plain_runs("blocks")}
     for accumulate in (1, 2):
         for how in PREPARE:
@@ -88,22 +88,13 @@ def _all(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    folder = tmp_path_factory.mktemp("accelerate")
-    return launch(_all, 2, str(folder), timeout_s=100), folder
-
-
-Results = tuple[list[dict[str, Any]], Path]
+results = task.on_two_processes(_all)
 
 
 @pytest.mark.parametrize("how", PREPARE)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_one_optimizer_step_is_one_step(results: Results, how: str, accumulate: int) -> None:
-    for replica in results[0]:
-        found = replica[f"{how}-{accumulate}"]
-        assert len(found["lrs"]) == task.STEPS
-        task.check_same(found, replica["plain"][f"gradient-{accumulate}"])
+    task.check_steps(results, f"{how}-{accumulate}", accumulate)
 
 
 def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> None:

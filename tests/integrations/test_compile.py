@@ -1,4 +1,4 @@
-"""torch.compile of models and of optimizer steps: nothing is compiled anew, and no learning rate is stale."""
+"""torch.compile of models and of optimizer steps: nothing is compiled twice, and no learning rate is stale."""
 
 from __future__ import annotations
 

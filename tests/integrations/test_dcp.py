@@ -126,7 +126,7 @@ def _details(folder: str) -> dict[str, Any]:
         save(_state(run), checkpoint_id=f"{folder}/outside")
     out["warned"] = [str(w.message) for w in caught if "where replicas are apart" in str(w.message)]
 
-    # The rehearsal step, in which an optimizer makes its state, is no step of training.
+    # The dry run, in which an optimizer makes its state, is not a training step.
     for name in ("loss", "gradient", "nesterov"):
         run, twin = (_run(name, make=torch.optim.SGD) for _ in range(2))  # Adam would have counted it
         get_state_dict(run.model, run.optimizer)
@@ -200,7 +200,7 @@ def test_a_run_continues_from_a_checkpoint_in_mid_round(found: Found, folder: Pa
             assert_allclose(_read(folder / f"{name}-{how}"), result["resumes"][f"{name}, {how}: mean"], rtol=1e-12)
 
 
-def test_what_is_saved_is_the_mean_and_no_mixture(found: Found, folder: Path) -> None:
+def test_the_mean_is_saved_not_a_mixture(found: Found, folder: Path) -> None:
     assert_allclose(_read(folder / "mixture"), found[0]["details"]["mean"], rtol=1e-12)
     for result in found:
         for name in ("stateful", "apart", "alike inside", "own weights back"):
@@ -213,7 +213,7 @@ def test_saving_outside_converged_warns(found: Found) -> None:
         assert "state_dict() at step 6, where replicas are apart" in result["details"]["warned"][0]
 
 
-def test_an_optimizers_rehearsal_is_no_step_of_training(found: Found) -> None:
+def test_a_dry_run_of_the_optimizer_is_not_a_training_step(found: Found) -> None:
     for result in found:
         for name in ("loss", "gradient", "nesterov"):
             assert result["details"][f"{name}: not begun"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import framework_task as task
+from framework_task import Results
 from hdet import AutoLR, OneCycleAutoLR
-from hdet.launch import launch
 from native import error
 
 pytest.importorskip("deepspeed", reason="pip install 'hdet[deepspeed]'")
@@ -49,7 +48,8 @@ def _fit(
     model = task.Model()
     engine = _engine(model, accumulate, schedule, **config)
     lrs = task.watch(engine.basic_optimizer)
-    hdet = attach(engine, **settings)
+    seen: list[Any] = []
+    hdet = attach(engine, sinks=[lambda record, names: seen.append(record)], **settings)
     if resume:
         engine.load_checkpoint(folder, tag="saved")
     data = task.Samples(task.num_samples(accumulate))
@@ -60,7 +60,7 @@ def _fit(
         engine.step()
         if folder and not resume and index + 1 == task.SAVED_STEP * accumulate:
             engine.save_checkpoint(folder, tag="saved")
-    return {"lrs": lrs, "losses": model.losses, "weights": model.flat(), "rounds": len(hdet.history)}
+    return {"lrs": lrs, "losses": model.losses, "weights": model.flat(), "rounds": len(hdet.history), "seen": len(seen)}
 
 
 def _one_cycle(optimizer: Any) -> OneCycleAutoLR:
@@ -84,7 +84,6 @@ def _refused(**config: Any) -> str:
 def _start() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     logging.disable(logging.CRITICAL)
-    task.pretend_torchrun()
 
 
 def _all(folder: str) -> dict[str, Any]:
@@ -112,21 +111,13 @@ def _all(folder: str) -> dict[str, Any]:
     return found
 
 
-Results = tuple[list[dict[str, Any]], Path]
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("deepspeed")
-    return launch(_all, 2, str(folder), timeout_s=110), folder
+results = task.on_two_processes(_all, timeout_s=110)
 
 
 @pytest.mark.parametrize(("run", "accumulate"), [("1", 1), ("2", 2), ("own", 2)])
 def test_one_optimizer_step_is_one_step(results: Results, run: str, accumulate: int) -> None:
-    for replica in results[0]:
-        assert len(replica[run]["lrs"]) == task.STEPS
-        assert replica[run]["rounds"] == task.STEPS // task.GRADIENT["interval"]
-        task.check_same(replica[run], replica["plain"][f"gradient-{accumulate}"])
+    task.check_steps(results, run, accumulate)
+    assert [replica[run]["seen"] for replica in results[0]] == [replica[run]["rounds"] for replica in results[0]]
 
 
 def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> None:
@@ -164,7 +155,7 @@ def test_copies_of_the_weights_are_refused(results: Results) -> None:
         assert '{"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}' in replica["bf16"]
 
 
-def test_without_a_schedule_the_learning_rate_is_one(results: Results) -> None:
+def test_without_a_schedule_the_learning_rate_is_constant(results: Results) -> None:
     assert [replica["none"] for replica in results[0]] == [task.STEPS // 2] * 2
 
 

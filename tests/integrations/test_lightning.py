@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import framework_task as task
-from hdet import AutoLR
+from framework_task import Results
+from hdet import AutoLR, Explorer, knobs
 from hdet.launch import launch
 
 try:
@@ -45,8 +46,34 @@ def _shard() -> dict[str, Any]:
     return {"lrs": module.lrs, "losses": module.inner.losses, "weights": weights}
 
 
+def _explore() -> dict[str, Any]:
+    """An Explorer beside the module's own schedule."""
+    from hdet.integrations.lightning import HDETCallback
+
+    seen: list[Any] = []
+    callback = HDETCallback(
+        lambda schedule: Explorer(
+            trainer.strategy.model, schedule.optimizer, knobs=[knobs.WeightDecay(adapt=False)], interval=4
+        ),
+        sinks=[lambda record, names: seen.append(record)],
+    )
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=pl.strategies.DDPStrategy(process_group_backend="gloo"),
+        max_steps=task.STEPS, callbacks=[callback], logger=False, **quiet,
+    )  # fmt: skip
+    module = _module(None)
+    trainer.fit(module, torch.utils.data.DataLoader(task.Samples(task.num_samples(1)), batch_size=task.BATCH))
+    return {
+        "lrs": module.lrs,
+        "weights": module.inner.flat(),
+        "rounds": [record.step for record in seen],
+        "decays": {value for record in seen for value in record.knobs["weight_decay"].values},
+    }
+
+
 class Later(torch.utils.data.DistributedSampler[Any]):
-    """Lightning's own sampler shuffles, and starts anew after a resume in the middle of an epoch."""
+    """Lightning's own sampler shuffles, and starts over after a resume in the middle of an epoch."""
 
     first = 0
 
@@ -134,38 +161,44 @@ def fit(
 
 
 def _all(folder: str) -> dict[str, Any]:
-    task.pretend_torchrun()
     return {
         "plain": task.plain_runs("interleaved"),
         "1": fit(task.GRADIENT, 1),
         "2": fit(task.GRADIENT, 2),
         "by_dict": fit(task.GRADIENT, 2, by_dict=True),
         "sharded": _shard(),
+        "explorer": _explore(),
         "saved": fit(task.APART, 2, folder),
         "resumed": fit(task.APART, 2, folder, resume=True),
     }
 
 
-Results = tuple[list[dict[str, Any]], Path]
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("lightning")
-    return launch(_all, 2, str(folder), timeout_s=100), folder
+results = task.on_two_processes(_all)
 
 
 @pytest.mark.parametrize(("run", "accumulate"), [("1", 1), ("2", 2), ("by_dict", 2)])
 def test_one_optimizer_step_is_one_step(results: Results, run: str, accumulate: int) -> None:
-    for replica in results[0]:
-        assert len(replica[run]["lrs"]) == task.STEPS
-        assert replica[run]["rounds"] == task.STEPS // task.GRADIENT["interval"]
-        task.check_same(replica[run], replica["plain"][f"gradient-{accumulate}"])
+    task.check_steps(results, run, accumulate)
 
 
 def test_sharded_parameters_with_the_gradient_signal(results: Results) -> None:
     for replica in results[0]:
         task.check_same(replica["sharded"], replica["plain"]["gradient-1"])
+
+
+def test_an_explorer_runs_beside_the_modules_schedule(results: Results) -> None:
+    optimizer = task.make_optimizer(task.Model())
+    schedule = task.make_schedule(optimizer)
+    lrs = []
+    for _ in range(task.STEPS):
+        lrs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    first, second = (replica["explorer"] for replica in results[0])
+    assert first["lrs"] == second["lrs"] == lrs
+    assert first["rounds"] == [4, 8, 12, 16]
+    assert len(first["decays"]) > 1
+    assert first["weights"] == second["weights"]
 
 
 def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> None:
@@ -207,7 +240,7 @@ def test_a_schedule_by_epochs_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_without_a_schedule_the_learning_rate_is_one() -> None:
+def test_without_a_schedule_the_learning_rate_is_constant() -> None:
     from hdet.integrations.lightning import HDETCallback
 
     module = _module(None)
@@ -269,7 +302,7 @@ def _finetune(order: str, folder: str = "", *, resume: bool = False, **trainer: 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_layers_that_basefinetuning_unfreezes_train_along_and_resume(order: str, tmp_path: Path) -> None:
+def test_layers_that_basefinetuning_unfreezes_are_trained_and_resume(order: str, tmp_path: Path) -> None:
     whole = _finetune(order, str(tmp_path))
     assert [len(lrs) for lrs in whole["lrs"]] == [1] * 5 + [2] * 10
     assert [lrs[1] / lrs[0] for lrs in whole["lrs"][5:]] == pytest.approx([0.1] * 10)

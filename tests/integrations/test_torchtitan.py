@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import framework_task as task
-from hdet.launch import launch
+from framework_task import Results
 from native import error
 
 pytest.importorskip("torchtitan", reason="pip install 'hdet[torchtitan]' triton")
@@ -130,7 +130,8 @@ def _fit(settings: dict[str, Any], folder: str, *, save: bool = False, load: boo
         config.checkpoint.load_step = SAVED_STEP
     trainer = Trainer(config)
     lrs = task.watch(trainer.lr_schedulers.schedulers[0].optimizer)
-    scheduler = attach(trainer, **settings)
+    seen: list[Any] = []
+    scheduler = attach(trainer, sinks=[lambda record, names: seen.append(record)], **settings)
     trainer.train()
     weights = [p.to_local().double().sum().item() for p in trainer.model_parts[0].parameters()]
     trainer.close()
@@ -140,11 +141,11 @@ def _fit(settings: dict[str, Any], folder: str, *, save: bool = False, load: boo
         "last_epoch": scheduler.last_epoch,
         "losses": [record.losses for record in scheduler.history],
         "scales": [record.scales for record in scheduler.history],
+        "seen": len(seen),
     }
 
 
 def _all(folder: str) -> dict[str, Any]:
-    task.pretend_torchrun()
     logging.disable(logging.CRITICAL)
     _on_the_cpu()
     from hdet.integrations.torchtitan import attach
@@ -157,20 +158,15 @@ def _all(folder: str) -> dict[str, Any]:
     }
 
 
-Results = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(_all, 2, str(tmp_path_factory.mktemp("torchtitan")), timeout_s=280)
+results = task.on_two_processes(_all, timeout_s=280)
 
 
 def test_one_optimizer_step_is_one_step(results: Results) -> None:
     for name, num_rounds in (("gradient", 6), ("loss", 3)):
-        for replica in results:
+        for replica in results[0]:
             assert replica[name]["last_epoch"] == len(replica[name]["lrs"]) == STEPS
-            assert len(replica[name]["scales"]) == num_rounds
-            assert replica[name]["scales"] == results[0][name]["scales"]
+            assert len(replica[name]["scales"]) == replica[name]["seen"] == num_rounds
+            assert replica[name]["scales"] == results[0][0][name]["scales"]
             assert len(set(replica[name]["scales"])) > 1  # it learns
             # A language model that knows nothing, and then something: losses are means over tokens.
             assert replica[name]["losses"][0] == pytest.approx([7.5, 7.5], abs=2.0)
@@ -178,7 +174,7 @@ def test_one_optimizer_step_is_one_step(results: Results) -> None:
 
 
 def test_replicas_of_the_replicate_dimension_fan_out_and_end_as_one_model(results: Results) -> None:
-    first, second = results
+    first, second = results[0]
     assert first["gradient"]["lrs"] == second["gradient"]["lrs"]
     assert all(a != b for a, b in zip(first["loss"]["lrs"], second["loss"]["lrs"], strict=True))
     for name in ("gradient", "loss"):
@@ -186,15 +182,15 @@ def test_replicas_of_the_replicate_dimension_fan_out_and_end_as_one_model(result
 
 
 def test_a_checkpoint_in_the_middle_of_a_round_resumes(results: Results) -> None:
-    for replica in results:
+    for replica in results[0]:
         resumed, whole = replica["resumed"], replica["loss"]
         assert resumed["last_epoch"] == STEPS
         # The mean and the anchor are saved, not each replica's own place: close, not equal.
         assert resumed["lrs"] == pytest.approx(whole["lrs"][SAVED_STEP:], rel=1e-2)
         assert resumed["scales"][-1] == pytest.approx(whole["scales"][-1], rel=1e-2)
-    assert results[0]["resumed"]["weights"] == results[1]["resumed"]["weights"]
+    assert results[0][0]["resumed"]["weights"] == results[0][1]["resumed"]["weights"]
 
 
 def test_another_trainer_is_refused(results: Results) -> None:
-    for replica in results:
+    for replica in results[0]:
         assert "TypeError: trainer must be a torchtitan Trainer, but got Model" in replica["other"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import framework_task as task
+from framework_task import Results
 from hdet import AutoLR
-from hdet.launch import launch
 
 pytest.importorskip("transformers", reason="pip install 'hdet[transformers]'")
 pytest.importorskip("accelerate", reason="pip install 'hdet[transformers]'")
@@ -111,7 +111,6 @@ SAVE: dict[str, Any] = {
 
 
 def _all(folder: str) -> dict[str, Any]:
-    task.pretend_torchrun()
     best: dict[str, Any] = {
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
@@ -130,21 +129,12 @@ def _all(folder: str) -> dict[str, Any]:
     }
 
 
-Results = tuple[list[dict[str, Any]], Path]
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("transformers")
-    return launch(_all, 2, str(folder), timeout_s=100), folder
+results = task.on_two_processes(_all)
 
 
 @pytest.mark.parametrize(("run", "accumulate"), [("1", 1), ("2", 2), ("own", 2), ("per_item", 2)])
 def test_one_optimizer_step_is_one_step(results: Results, run: str, accumulate: int) -> None:
-    for replica in results[0]:
-        assert len(replica[run]["lrs"]) == task.STEPS
-        assert replica[run]["rounds"] == task.STEPS // task.GRADIENT["interval"]
-        task.check_same(replica[run], replica["plain"][f"gradient-{accumulate}"])
+    task.check_steps(results, run, accumulate)
 
 
 @pytest.mark.parametrize("run", ["2", "per_item"])

@@ -81,7 +81,7 @@ def test_imports_go_one_way(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if _room(name) in NUMBERS))
-def test_numbers_know_no_processes(name: str) -> None:
+def test_rooms_of_numbers_import_no_torch(name: str) -> None:
     assert not {module for module in _imports(MODULES[name]) if module.startswith(("torch", "multiprocessing"))}
 
 

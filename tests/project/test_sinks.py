@@ -75,49 +75,39 @@ class _Kept(Sink):
         self.kept.append((record.index, list(names)))
 
 
-def _train(num_steps: int, sink: Sink, scheduler: AutoLR | None = None, every: int = 1) -> AutoLR:
+def _train(num_steps: int, sink: Sink | None = None, scheduler: AutoLR | None = None) -> AutoLR:
     if scheduler is None:
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([{"params": [weight], "name": "all"}], lr=0.01)
         scheduler = AutoLR(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), interval=2)
+    if sink is not None:
+        scheduler.add_sink(sink)
     (weight,) = scheduler.optimizer.param_groups[0]["params"]
-    for step in range(num_steps):
+    for _ in range(num_steps):
         loss = weight.square().sum()
         loss.backward()
         scheduler.optimizer.step()
         scheduler.step(loss)
         scheduler.optimizer.zero_grad()
-        if step % every == every - 1:
-            sink.update(scheduler)
     return scheduler
 
 
-def test_update_writes_what_is_new_and_names_the_groups() -> None:
-    sink = _Kept()
-    scheduler = _train(8, sink, every=6)
-    assert [index for index, _ in sink.kept] == [0, 1, 2]
-    sink.update(scheduler)
-    sink.update(scheduler)
-    assert [index for index, _ in sink.kept] == [0, 1, 2, 3]
-    assert sink.kept[0][1] == ["all"]
+def test_a_sink_is_called_at_the_end_of_each_round_from_when_it_was_added() -> None:
+    first, second = _Kept(), _Kept()
+    scheduler = _train(3, first)
+    _train(4, second, scheduler)
+    assert first.kept == [(0, ["all"]), (1, ["all"]), (2, ["all"])]
+    assert second.kept == first.kept[1:]
 
 
 def test_rounds_that_are_repeated_after_a_load_are_written_again() -> None:
     sink = _Kept()
     scheduler = _train(4, sink)
     state = scheduler.state_dict()
-    _train(4, sink, scheduler)
+    _train(4, None, scheduler)
     scheduler.load_state_dict(state)
-    _train(2, sink, scheduler)
+    _train(2, None, scheduler)
     assert [index for index, _ in sink.kept] == [0, 1, 2, 3, 2]
-
-
-def test_an_attached_sink_is_called_at_the_end_of_each_round() -> None:
-    sink, ignored = _Kept(), _Kept()
-    scheduler = _train(2, ignored)
-    scheduler.add_sink(sink)
-    _train(4, ignored, scheduler)
-    assert sink.kept == [(1, ["all"]), (2, ["all"])]
 
 
 def _on_ranks(path: str) -> int:

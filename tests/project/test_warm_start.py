@@ -230,7 +230,7 @@ def test_a_bare_model_in_a_group_gets_the_same_noise_and_a_warning(group: list[d
         assert result["bare"] == result["wrapped"]
         [message] = result["bare warnings"]
         assert "not wrapped in DistributedDataParallel" in message
-        assert "Wrap first" in message
+        assert "Wrap the model first" in message
 
 
 def test_the_process_group_says_who_the_replicas_are(group: list[dict[str, Any]]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from hdet import AutoLR
+from hdet.launch import launch
 
 BATCH = 4
 STEPS = 16
@@ -26,6 +30,24 @@ GRADIENT: dict[str, Any] = {"interval": 2, "start_steps": 0, "first_scale": 0.5}
 APART: dict[str, Any] = {"signal": "loss", "spread": 0.3, "interval": 4, "start_steps": 0, "first_scale": 0.5}
 
 Order = Literal["interleaved", "blocks"]
+Results = tuple[list[dict[str, Any]], Path]
+"""What each of two processes found, and the folder they wrote to."""
+
+
+def on_two_processes(run: Callable[[str], dict[str, Any]], timeout_s: float = 100) -> Any:
+    """A fixture for the module: ``run(folder)`` on two processes that look as if torchrun had started them."""
+
+    @pytest.fixture(scope="module")
+    def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+        folder = tmp_path_factory.mktemp("framework")
+        return launch(_run, 2, run, str(folder), timeout_s=timeout_s), folder
+
+    return results
+
+
+def _run(run: Callable[[str], dict[str, Any]], folder: str) -> dict[str, Any]:
+    pretend_torchrun()
+    return run(folder)
 
 
 class Samples(Dataset[dict[str, Tensor]]):
@@ -170,6 +192,14 @@ def check_same(found: dict[str, Any], plain: dict[str, Any]) -> None:
     for key in ("lrs", "losses", "weights"):
         assert len(found[key]) == len(plain[key]), key
         torch.testing.assert_close(found[key], plain[key], rtol=1e-5, atol=1e-7)
+
+
+def check_steps(results: Results, run: str, accumulate: int) -> None:
+    """One optimizer step was one step of HDET, and each did what the plain loop's did."""
+    for replica in results[0]:
+        assert len(replica[run]["lrs"]) == STEPS
+        assert replica[run]["rounds"] == STEPS // GRADIENT["interval"]
+        check_same(replica[run], replica["plain"][f"gradient-{accumulate}"])
 
 
 def check_apart(replicas: list[dict[str, Any]], *, plain: str = "plain") -> None:

@@ -68,7 +68,7 @@ def run(scenario: Scenario) -> str:
                 launch(first_part, scenario.num_replicas, scenario, folder, timeout_s=DEADLINE_S)
             except ReplicaError as error:
                 died = error.errors[killed.replica]
-            assert died == "the process died without a word", died
+            assert died == "the process ended without reporting an error", died
         if scenario.then_on:
             launch(first_part, scenario.num_replicas, scenario, folder, timeout_s=DEADLINE_S)
         in_two = scenario.then_on or scenario.story == "kill and restart"

@@ -9,10 +9,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from hdet.history import RoundRecord
-from hdet.integrations.common import Scheduler, make_scheduler, missing
+from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing
 from hdet.schedulers.explorer import Explorer
 from hdet.signals.loss import Loss
-from hdet.sinks import Sink
 
 try:
     from accelerate import Accelerator
@@ -24,14 +23,15 @@ except ImportError as error:
 class HDETScheduler:
     """Steps a scheduler of HDET once for each optimizer step, inside and outside ``accelerator.accumulate``.
 
-    Accelerate's own wrapper steps a schedule once for each process. It is taken off where ``prepare`` has put it on.
+    Accelerate's own wrapper steps a schedule once for each process. If ``prepare`` has put it on, it is taken off.
 
     Args:
         accelerator: of the run.
         scheduler: AutoLR, OneCycleAutoLR or Explorer; or any schedule, which AutoLR is put around. Made from the
-            optimizer before or after ``prepare``.
+            optimizer before or after ``prepare``. Beside an Explorer, step your schedule yourself.
+        make: builds the scheduler around a schedule; default AutoLR with ``settings``.
         sinks: each gets the record of every round.
-        settings: arguments of AutoLR, where it is made here.
+        settings: arguments of AutoLR, if it is made here.
 
     Example:
         >>> import torch
@@ -49,19 +49,21 @@ class HDETScheduler:
     """
 
     def __init__(
-        self, accelerator: Accelerator, scheduler: Any, *, sinks: Sequence[Sink] = (), **settings: Any
+        self,
+        accelerator: Accelerator,
+        scheduler: Any,
+        make: Make | None = None,
+        *,
+        sinks: Sequence[RecordSink] = (),
+        **settings: Any,
     ) -> None:
         self._accelerator = accelerator
-        self._sinks = sinks
+        setup = Setup(make, sinks, settings)
         if isinstance(scheduler, AcceleratedScheduler):
             # Its state would be saved, and loaded, twice: replicas would take their places twice.
             accelerator._schedulers = [s for s in accelerator._schedulers if s is not scheduler]
             scheduler = scheduler.scheduler
-        self.scheduler: Scheduler | Explorer = (
-            scheduler
-            if isinstance(scheduler, Explorer)
-            else make_scheduler(scheduler, None, settings, model=None, total_steps=None)
-        )
+        self.scheduler: Scheduler | Explorer = setup.scheduler_or_explorer(scheduler, model=None, total_steps=None)
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._check_save)
 
@@ -71,8 +73,6 @@ class HDETScheduler:
             self.scheduler.observe(loss)
         if self._accelerator.sync_gradients and not self._accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
-            for sink in self._sinks:
-                sink.update(self.scheduler)
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:
         """``accelerator.save_state`` with the mean weights in place. A collective."""

@@ -1,19 +1,26 @@
-"""What the adapters share: the scheduler of HDET in the place of a framework's own."""
+"""What the adapters share: checking what the user asks for, and putting HDET in the place of a framework's schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import dataclasses
+import difflib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hdet.history import RoundRecord
 from hdet.schedulers import AutoLR, OneCycleAutoLR
+from hdet.schedulers.explorer import Explorer
 
 Scheduler = AutoLR | OneCycleAutoLR
-Make = Callable[[LRScheduler], Scheduler]
+Make = Callable[[LRScheduler], Scheduler | Explorer]
+RecordSink = Callable[[RoundRecord, Sequence[str]], object]
 
 
 def missing(package: str, extra: str) -> ImportError:
@@ -21,34 +28,117 @@ def missing(package: str, extra: str) -> ImportError:
     return ImportError(f"this needs {package}, which is not installed; pip install 'hdet[{extra}]'")
 
 
-def make_scheduler(
-    schedule: LRScheduler,
-    make: Make | None,
-    settings: Mapping[str, Any],
-    *,
-    model: nn.Module | None,
-    total_steps: int | None,
-) -> Scheduler:
-    """The scheduler around ``schedule``; a scheduler of HDET is taken as it is.
+class Setup:
+    """What a user asks of an adapter. All adapters take it, and it is checked before the framework builds anything.
 
     Args:
-        schedule: what the framework was given, or has made.
-        make: builds the scheduler; default AutoLR with ``settings``.
+        make: builds the scheduler around the framework's schedule; default AutoLR with ``settings``.
+        sinks: each is added to the scheduler, and gets the record of every round.
         settings: arguments of AutoLR.
-        model: what is trained, for its buffers; unless the settings name one.
-        total_steps: optimizer steps of the run, where the framework knows them; unless the settings name them.
+        shared_only: the framework's name, if it decides itself when gradients are averaged.
     """
-    if isinstance(schedule, AutoLR | OneCycleAutoLR):
-        if settings or make is not None:
+
+    def __init__(
+        self, make: Make | None, sinks: Sequence[RecordSink], settings: Mapping[str, Any], *, shared_only: str = ""
+    ) -> None:
+        if make is not None and not callable(make):
+            raise TypeError(f"make must be a function of a schedule, but got {type(make).__name__}")
+        if not isinstance(sinks, Sequence) or not all(callable(sink) for sink in sinks):
+            raise TypeError(f"sinks must be a list of sinks, see hdet.sinks, but got {sinks!r}")
+        _check_settings(settings)
+        if make is not None and settings:
             raise ValueError(
-                f"the schedule is {type(schedule).__name__} already, so there is nothing to be done with "
-                f"{sorted(settings) or 'make'}; pass them where it is constructed"
+                f"settings must be empty with make, which builds the scheduler, but got {sorted(settings)}; pass them "
+                "to the scheduler inside make"
             )
-        return schedule
-    with _plain_optimizer(schedule):
-        if make is not None:
-            return make(schedule)
-        return AutoLR(schedule, **{"model": model, "total_steps": total_steps, **settings})
+        if shared_only and settings.get("gradients", "shared") != "shared":
+            raise ValueError(
+                f'gradients must be "shared" under {shared_only}, but got gradients={settings["gradients"]!r}; it '
+                "decides itself when gradients are averaged"
+            )
+        self._make = make
+        self._sinks = tuple(sinks)
+        self._settings = dict(settings)
+        self._built: Callable[[], Scheduler | Explorer | None] = lambda: None
+
+    def scheduler(self, schedule: Any, *, model: nn.Module | None, total_steps: int | None) -> Scheduler:
+        """The scheduler around ``schedule``, with its sinks; a scheduler of HDET is taken as it is.
+
+        Args:
+            schedule: what the framework was given, or has made.
+            model: what is trained, for its buffers; unless the settings name one.
+            total_steps: optimizer steps of the run, if the framework knows them; unless the settings name them.
+        """
+        built = self.scheduler_or_explorer(schedule, model=model, total_steps=total_steps)
+        if isinstance(built, Explorer):
+            raise TypeError(
+                "make must return AutoLR or OneCycleAutoLR under this framework, which steps one schedule, but got "
+                "Explorer; pass its knobs to AutoLR(schedule, knobs=[...])"
+            )
+        return built
+
+    def scheduler_or_explorer(
+        self, schedule: Any, *, model: nn.Module | None, total_steps: int | None
+    ) -> Scheduler | Explorer:
+        """As :meth:`scheduler`, for frameworks that can step an Explorer beside the schedule."""
+        again = schedule is self._built()
+        if again and (self._settings or self._make is not None):
+            raise ValueError(
+                f"the schedule must be new for each training, but it is the {type(schedule).__name__} of the last one; "
+                "make a new trainer, with a new optimizer and schedule"
+            )
+        built = self._build(schedule, model, total_steps)
+        self._built = weakref.ref(built)  # weak: one that was dropped must not count as at work on its optimizer
+        for sink in () if again else self._sinks:
+            built.add_sink(sink)
+        return built
+
+    def _build(
+        self, schedule: LRScheduler | Explorer, model: nn.Module | None, total_steps: int | None
+    ) -> Scheduler | Explorer:
+        if isinstance(schedule, AutoLR | OneCycleAutoLR | Explorer):
+            if self._settings or self._make is not None:
+                raise ValueError(
+                    f"the schedule is {type(schedule).__name__} already, so {sorted(self._settings) or 'make'} would "
+                    "have no effect; pass them where it is constructed"
+                )
+            return schedule
+        with _plain_optimizer(schedule):
+            if self._make is None:
+                return AutoLR(schedule, **{"model": model, "total_steps": total_steps, **self._settings})
+            built = self._make(schedule)
+        if not isinstance(built, AutoLR | OneCycleAutoLR | Explorer):
+            raise TypeError(f"make must return a scheduler of HDET, but got {type(built).__name__}")
+        return built
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    known = dict(inspect.signature(AutoLR).parameters)
+    del known["schedule"]
+    spelled = {name: name for name in known}
+    for name, parameter in known.items():  # options that stand in a group: adapt=Adapt(spread=...)
+        if dataclasses.is_dataclass(parameter.default):
+            group = type(parameter.default).__name__
+            for field in dataclasses.fields(parameter.default):
+                spelled.setdefault(field.name, f"{name}={group}({field.name}=...)")
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, spelled, n=1)
+            advice = f"did you mean {spelled[close[0]]}?" if close else f"it has {sorted(known)}"
+            raise TypeError(f"settings must be arguments of AutoLR, but got {name}; {advice}")
+
+
+def run_converged(
+    owner: Any, name: str, scheduler: Callable[[], Scheduler | Explorer], when: Callable[[], bool] = lambda: True
+) -> None:
+    """Make a method of this one object run with the mean weights in place, if ``when`` says so at the call."""
+    method = getattr(owner, name)
+
+    def at_mean(*args: Any, **kwargs: Any) -> Any:
+        with scheduler().converged() if when() else nullcontext():
+            return method(*args, **kwargs)
+
+    setattr(owner, name, at_mean)
 
 
 @contextmanager
@@ -58,10 +148,13 @@ def _plain_optimizer(schedule: LRScheduler) -> Iterator[None]:
     Only for the construction: the wrapper is the one whose ``step`` torch's schedules have marked, and without the
     mark they warn that the optimizer was never stepped.
     """
-    outer = schedule.optimizer
+    outer = getattr(schedule, "optimizer", None)
     inner = getattr(outer, "optimizer", None)
-    schedule.optimizer = inner if isinstance(inner, Optimizer) else outer
+    if not isinstance(inner, Optimizer):
+        yield
+        return
+    schedule.optimizer = inner
     try:
         yield
     finally:
-        schedule.optimizer = outer
+        schedule.optimizer = outer  # type: ignore[assignment]

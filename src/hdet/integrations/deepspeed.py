@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hdet.integrations.common import Make, Scheduler, make_scheduler, missing
+from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, run_converged
 
 try:
     from deepspeed import DeepSpeedEngine
@@ -14,38 +15,40 @@ except ImportError as error:
     raise missing("deepspeed", "deepspeed") from error
 
 
-def attach(engine: Any, make: Make | None = None, **settings: Any) -> Scheduler:
+def attach(engine: Any, make: Make | None = None, *, sinks: Sequence[RecordSink] = (), **settings: Any) -> Scheduler:
     """Put AutoLR around the engine's schedule; to be called once, right after ``deepspeed.initialize``.
 
     One optimizer step is one step, whatever ``gradient_accumulation_steps`` is. The loss is what ``engine.backward`` is
     called with, each micro-batch's own, and is not read before a round ends; ``engine.step`` needs no ``lr_kwargs``.
     ``engine.save_checkpoint`` saves the mean weights and the scheduler's state, ``engine.load_checkpoint`` loads both.
 
-    ZeRO is refused, at every stage. A learning rate per rank would become one per shard: nothing would differ, and
-    nothing could be learned. And the first-order signal, which needs no replicas, would act on this rank's shard of
-    the optimizer's copy of the weights: a rollback would not reach the model, and a checkpoint would hold one
-    rank's shard of the anchor. The same goes for the fp32 copies that ``fp16`` and ``bf16`` train; ``torch_autocast``
-    makes none.
+    ZeRO is refused at every stage. A learning rate per rank would become one per shard, so replicas would not differ
+    and nothing could be learned. The first-order signal, which needs no replicas, would act on this rank's shard of the
+    optimizer's copy of the weights: a rollback would not reach the model, and a checkpoint would hold one rank's shard
+    of the anchor. The same applies to the fp32 copies that ``fp16`` and ``bf16`` train; ``torch_autocast`` makes no
+    copies.
 
     Args:
-        engine: of ``deepspeed.initialize``. Where it has no schedule, the optimizer's learning rate is one.
+        engine: of ``deepspeed.initialize``. If it has no schedule, one that is constant is made.
         make: builds the scheduler around the engine's schedule; default AutoLR with ``settings``.
+        sinks: each gets the record of every round.
         settings: arguments of AutoLR. ``model`` is the engine's module.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"engine must be what deepspeed.initialize returns first, but got {type(engine).__name__}")
-    _refuse(engine, settings)
+    _refuse(engine)
+    setup = Setup(make, sinks, settings, shared_only="DeepSpeed")
     schedule = engine.lr_scheduler
     if schedule is None:
         schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
-    scheduler = make_scheduler(schedule, make, settings, model=engine.module, total_steps=None)
+    scheduler = setup.scheduler(schedule, model=engine.module, total_steps=None)
     engine.lr_scheduler = scheduler
     _observe_losses(engine, scheduler)
-    _save_at_mean(engine, scheduler)
+    run_converged(engine, "save_checkpoint", lambda: scheduler)
     return scheduler
 
 
-def _refuse(engine: Any, settings: dict[str, Any]) -> None:
+def _refuse(engine: Any) -> None:
     if (stage := engine.zero_optimization_stage()) > 0:
         raise ValueError(
             f"zero_optimization must be of stage 0, but got stage {stage}: each rank updates its own shard of the "
@@ -58,11 +61,6 @@ def _refuse(engine: Any, settings: dict[str, Any]) -> None:
             'trains copies of them, so means of replicas would not reach the model; use {"torch_autocast": {"enabled": '
             'true, "dtype": "bfloat16"}} instead of "bf16" or "fp16"'
         )
-    if settings.get("gradients", "shared") != "shared":
-        raise ValueError(
-            f'gradients must be "shared" under DeepSpeed, but got gradients={settings["gradients"]!r}; the engine '
-            "decides itself when gradients are averaged"
-        )
 
 
 def _observe_losses(engine: Any, scheduler: Scheduler) -> None:
@@ -73,13 +71,3 @@ def _observe_losses(engine: Any, scheduler: Scheduler) -> None:
         return backward(loss, *args, **kwargs)
 
     engine.backward = observed
-
-
-def _save_at_mean(engine: Any, scheduler: Scheduler) -> None:
-    save_checkpoint = engine.save_checkpoint
-
-    def at_mean(*args: Any, **kwargs: Any) -> Any:
-        with scheduler.converged():
-            return save_checkpoint(*args, **kwargs)
-
-    engine.save_checkpoint = at_mean

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.integrations.common import Make, Scheduler, make_scheduler, missing
-from hdet.sinks import Sink
+from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, run_converged
+from hdet.schedulers.explorer import Explorer
 
 try:
     # Both names of the package have a Callback of their own; the Trainer is that of the one already in use.
@@ -30,16 +30,17 @@ except ImportError as error:
 class HDETCallback(Callback):
     """Wraps the schedule that ``configure_optimizers`` returned, with ``"interval": "step"``, in AutoLR.
 
-    Where it returned none, the learning rate of the optimizer is the schedule. Where it returned a scheduler of HDET,
-    that one is used. One optimizer step is one step, whatever ``accumulate_grad_batches`` is; the loss is the mean over
+    If it returned no schedule, one that is constant is made. If it returned a scheduler of HDET, that one is
+    used. One optimizer step is one step, whatever ``accumulate_grad_batches`` is; the loss is the mean over
     micro-batches, and is not read before a round ends. Validation and every ``trainer.save_checkpoint`` see the mean
     weights. The scheduler's state is the checkpoint's ``lr_schedulers`` entry.
 
-    Param groups that ``BaseFinetuning`` adds train along. ``StochasticWeightAveraging`` puts a schedule of its own in
-    this one's place: HDET ends there, with the mean weights and a warning.
+    Param groups that ``BaseFinetuning`` adds are trained too. ``StochasticWeightAveraging`` replaces the schedule: HDET
+    ends there, with the mean weights and a warning.
 
     Args:
-        make: builds the scheduler around the configured schedule; default AutoLR with ``settings``.
+        make: builds the scheduler around the configured schedule; default AutoLR with ``settings``. It may return an
+            Explorer, which is stepped after the schedule. ``trainer.strategy.model`` is the wrapped module by then.
         log: whether to show and log learning rate, scale and z at the end of a round.
         sinks: each gets the record of every round.
         settings: arguments of AutoLR. ``total_steps`` comes from the Trainer, ``model`` is the wrapped module.
@@ -49,42 +50,46 @@ class HDETCallback(Callback):
     """
 
     def __init__(
-        self, make: Make | None = None, *, log: bool = True, sinks: Sequence[Sink] = (), **settings: Any
+        self, make: Make | None = None, *, log: bool = True, sinks: Sequence[RecordSink] = (), **settings: Any
     ) -> None:
-        self.scheduler: Scheduler | None = None
-        self._make = make
-        self._settings = settings
+        self.scheduler: Scheduler | Explorer | None = None
+        self._setup = Setup(make, sinks, settings)
         self._log = log
-        self._sinks = sinks
         self._last_round = -1
         self._validation = ExitStack()
         self._interrupted = False
+        self._replaced = False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         # The strategy has wrapped the module, and the state of the schedule is restored after this hook.
         self.scheduler = None  # that of another fit, which may have been interrupted
-        config = _config(trainer)
+        config, own = _config(trainer)
         steps = trainer.estimated_stepping_batches
         total_steps = int(steps) if 0 < steps < math.inf else None
         model = trainer.strategy.model
-        self.scheduler = make_scheduler(
-            config.scheduler, self._make, self._settings, model=model, total_steps=total_steps
-        )
-        config.scheduler = self.scheduler
-        self._interrupted = False
-        self._guard_saves(trainer)
+        built = self._setup.scheduler_or_explorer(config.scheduler, model=model, total_steps=total_steps)
+        if isinstance(built, Explorer) and own and built is not config.scheduler:
+            trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(built, interval="step"))
+        else:
+            config.scheduler = built
+        self.scheduler = built
+        self._interrupted = self._replaced = False
+        # Callbacks and users save through this method, on every rank; by on_save_checkpoint weights are taken.
+        trainer.__dict__.pop("save_checkpoint", None)
+        run_converged(trainer, "save_checkpoint", lambda: self._hdet, when=lambda: not self._interrupted)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         configs = trainer.strategy.lr_scheduler_configs
         hdet = self._hdet
-        if hdet._rounds.finished or any(config.scheduler is hdet for config in configs):
+        if self._replaced or any(config.scheduler is hdet for config in configs):
             return
+        self._replaced = True
         hdet.finish()  # nobody steps it any more, so replicas would stay apart
         found = [type(config.scheduler).__name__ for config in configs]
         warnings.warn(
             f"HDETCallback ends at step {hdet.last_epoch}: the Trainer's schedule is {found or 'none'} now, no longer "
-            f"{type(hdet).__name__}, as StochasticWeightAveraging arranges it in its first epoch. From here on the "
-            "learning rate is not learned; the weights are the mean of the replicas'",
+            f"{type(hdet).__name__}; StochasticWeightAveraging does that in its first epoch. From here on the learning "
+            "rate is not learned; the weights are the mean of the replicas'",
             stacklevel=2,
         )
 
@@ -101,8 +106,6 @@ class HDETCallback(Callback):
             return
         record = history[-1]
         self._last_round = record.index
-        for sink in self._sinks:
-            sink.update(self._hdet)
         if self._log:
             values = {"lr": record.base_values[0], "scale": record.scales[0]}
             if "z" in record.control and math.isfinite(record.control["z"][0]):
@@ -110,7 +113,7 @@ class HDETCallback(Callback):
             pl_module.log_dict(
                 {f"hdet/{name}": torch.tensor(value) for name, value in values.items()},
                 prog_bar=True,
-                batch_size=1,  # else Lightning looks for it in the batch, and warns where it cannot tell
+                batch_size=1,  # otherwise Lightning guesses it from the batch, and may warn
             )
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -130,35 +133,22 @@ class HDETCallback(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         trainer.__dict__.pop("save_checkpoint", None)
 
-    def _guard_saves(self, trainer: Any) -> None:
-        """Callbacks and users save through this method, on every rank; by ``on_save_checkpoint`` weights are taken."""
-        trainer.__dict__.pop("save_checkpoint", None)
-        save = trainer.save_checkpoint
-
-        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            if self._interrupted:
-                save(*args, **kwargs)
-            else:
-                with self._hdet.converged():
-                    save(*args, **kwargs)
-
-        trainer.save_checkpoint = save_checkpoint
-
     @property
-    def _hdet(self) -> Scheduler:
+    def _hdet(self) -> Scheduler | Explorer:
         assert self.scheduler is not None
         return self.scheduler
 
 
-def _config(trainer: Any) -> Any:
-    """The place of the one schedule; a constant one where the module has none."""
+def _config(trainer: Any) -> tuple[Any, bool]:
+    """The place of the one schedule, and whether it is the module's own; a constant one if the module has none."""
     configs = trainer.strategy.lr_scheduler_configs
     if len(trainer.optimizers) != 1 or len(configs) > 1 or not trainer.lightning_module.automatic_optimization:
         raise ValueError(
             "HDETCallback needs automatic optimization, one optimizer and at most one schedule, but got "
             f"{len(trainer.optimizers)} and {len(configs)}; in manual optimization call scheduler.step(loss) yourself"
         )
-    if not configs:
+    own = bool(configs)
+    if not own:
         constant = torch.optim.lr_scheduler.LambdaLR(trainer.optimizers[0], lambda step: 1.0)
         configs.append(LRSchedulerConfig(constant, interval="step"))
     config = configs[0]
@@ -168,4 +158,4 @@ def _config(trainer: Any) -> Any:
             f'"{config.interval}", "frequency": {config.frequency}, "reduce_on_plateau": {config.reduce_on_plateau}}}; '
             'return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}}'
         )
-    return config
+    return config, own

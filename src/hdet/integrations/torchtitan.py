@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hdet.integrations.common import Make, Scheduler, make_scheduler, missing
+from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, run_converged
 
 try:
     from torchtitan.components.loss import IGNORE_INDEX
@@ -15,7 +16,7 @@ except ImportError as error:
     raise missing("torchtitan", "torchtitan") from error
 
 
-def attach(trainer: Any, make: Make | None = None, **settings: Any) -> Scheduler:
+def attach(trainer: Any, make: Make | None = None, *, sinks: Sequence[RecordSink] = (), **settings: Any) -> Scheduler:
     """Put AutoLR around the Trainer's schedule, and the mean weights into its checkpoints and validations.
 
     One optimizer step is one step, whatever the number of micro-batches is. The loss is the mean over this rank's own
@@ -25,6 +26,7 @@ def attach(trainer: Any, make: Make | None = None, **settings: Any) -> Scheduler
     Args:
         trainer: of one model part and one optimizer.
         make: builds the scheduler around the Trainer's schedule; default AutoLR with ``settings``.
+        sinks: each gets the record of every round.
         settings: arguments of AutoLR. ``total_steps`` comes from the Trainer, ``model`` is its model.
     """
     if not isinstance(trainer, Trainer):
@@ -35,20 +37,16 @@ def attach(trainer: Any, make: Make | None = None, **settings: Any) -> Scheduler
             f"trainer must have one model part and one optimizer, but got {len(trainer.model_parts)} and "
             f"{len(container.schedulers)}; pipeline stages, and groups with optimizers of their own, are untried"
         )
-    scheduler = make_scheduler(
-        container.schedulers[0],
-        make,
-        settings,
-        model=trainer.model_parts[0],
-        total_steps=trainer.config.training.steps,
+    scheduler = Setup(make, sinks, settings).scheduler(
+        container.schedulers[0], model=trainer.model_parts[0], total_steps=trainer.config.training.steps
     )
     container.schedulers = [scheduler]
-    # Its own keep the number of steps only, since torchtitan's schedules have no other state.
+    # The container's own methods save the number of steps only; torchtitan's schedules have no other state.
     container.state_dict, container.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
     _observe_losses(trainer, scheduler)
     _save_at_mean(trainer.checkpointer, scheduler)
     if getattr(trainer, "validator", None) is not None:
-        _validate_at_mean(trainer.validator, scheduler)
+        run_converged(trainer.validator, "validate", lambda: scheduler)
     return scheduler
 
 
@@ -57,7 +55,7 @@ def _observe_losses(trainer: Any, scheduler: Scheduler) -> None:
 
     def observed(*, labels: Tensor, global_valid_tokens: Tensor, **inputs: Any) -> Tensor:
         loss: Tensor = step(labels=labels, global_valid_tokens=global_valid_tokens, **inputs)
-        # The sum over this rank's tokens divided by the number of all ranks', so that one with fewer looks better.
+        # This rank's sum divided by all ranks' tokens, so a rank with fewer tokens would look better than it is.
         tokens = labels.ne(IGNORE_INDEX).sum()
         scheduler.observe(loss.detach() * global_valid_tokens / tokens.clamp(min=1), weight=tokens.float())
         return loss
@@ -77,13 +75,3 @@ def _save_at_mean(checkpointer: Any, scheduler: Scheduler) -> None:
             return saved
 
     checkpointer.save = at_mean
-
-
-def _validate_at_mean(validator: Any, scheduler: Scheduler) -> None:
-    validate = validator.validate
-
-    def at_mean(*args: Any, **kwargs: Any) -> Any:
-        with scheduler.converged():
-            return validate(*args, **kwargs)
-
-    validator.validate = at_mean

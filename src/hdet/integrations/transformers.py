@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hdet.integrations.common import Make, Scheduler, make_scheduler, missing
-from hdet.sinks import Sink
+from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, run_converged
 
 try:
     from transformers import TrainerCallback
@@ -22,8 +21,9 @@ class HDETTrainerCallback(TrainerCallback):
     One optimizer step is one step, whatever ``gradient_accumulation_steps`` is. The loss is the one ``training_step``
     returns, and is not read before a round ends. The scheduler's state is the checkpoint's ``scheduler.pt``.
 
-    No callback of the Trainer carries the loss, replaces the schedule before its state is loaded, or surrounds an
-    evaluation; so :meth:`attach` puts its own versions of four methods on the one trainer it is given.
+    No hook of the Trainer passes the loss or the Trainer itself, comes before the schedule's state is loaded, or
+    surrounds an evaluation; so :meth:`attach` replaces four methods of the one trainer it is given. A callback that was
+    not attached raises when the Trainer first calls it.
 
     Args:
         make: builds the scheduler around the Trainer's schedule; default AutoLR with ``settings``.
@@ -34,26 +34,21 @@ class HDETTrainerCallback(TrainerCallback):
         scheduler: the scheduler, from the start of training.
     """
 
-    def __init__(self, make: Make | None = None, *, sinks: Sequence[Sink] = (), **settings: Any) -> None:
-        if settings.get("gradients", "shared") != "shared":
-            raise ValueError(
-                f'gradients must be "shared" under the Trainer, but got gradients={settings["gradients"]!r}; it '
-                "decides itself when gradients are averaged"
-            )
+    def __init__(self, make: Make | None = None, *, sinks: Sequence[RecordSink] = (), **settings: Any) -> None:
         self.scheduler: Scheduler | None = None
-        self._make = make
-        self._sinks = sinks
-        self._settings = settings
+        self._setup = Setup(make, sinks, settings, shared_only="the Trainer")
 
     @classmethod
-    def attach(cls, trainer: Any, make: Make | None = None, **settings: Any) -> HDETTrainerCallback:
+    def attach(
+        cls, trainer: Any, make: Make | None = None, *, sinks: Sequence[RecordSink] = (), **settings: Any
+    ) -> HDETTrainerCallback:
         """Make a callback, and give it to ``trainer``. Before ``trainer.train()``."""
         needed = ("create_scheduler", "training_step", "_maybe_log_save_evaluate", "log")
         if absent := [name for name in needed if not hasattr(trainer, name)]:
             raise TypeError(
                 f"trainer must be a transformers.Trainer with {needed}, but {type(trainer).__name__} has no {absent}"
             )
-        callback = cls(make, **settings)
+        callback = cls(make, sinks=sinks, **settings)
         callback._wrap_schedule(trainer)
         callback._wrap_loss(trainer)
         callback._wrap_saves(trainer)
@@ -61,18 +56,25 @@ class HDETTrainerCallback(TrainerCallback):
         trainer.add_callback(callback)
         return callback
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for sink in self._sinks:
-            sink.update(self._hdet)
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._check_attached()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._check_attached()
+
+    def _check_attached(self) -> None:
+        if self.scheduler is None:
+            raise RuntimeError(
+                f"{type(self).__name__} must be attached to the Trainer, but was passed in callbacks=, where it cannot "
+                f"replace the schedule; call {type(self).__name__}.attach(trainer) before trainer.train() instead"
+            )
 
     def _wrap_schedule(self, trainer: Any) -> None:
         create = trainer.create_scheduler
 
         def create_scheduler(num_training_steps: int, optimizer: Any = None) -> Scheduler:
             schedule = create(num_training_steps, optimizer)
-            self.scheduler = make_scheduler(
-                schedule, self._make, self._settings, model=trainer.model, total_steps=num_training_steps
-            )
+            self.scheduler = self._setup.scheduler(schedule, model=trainer.model, total_steps=num_training_steps)
             trainer.lr_scheduler = self.scheduler
             return self.scheduler
 
@@ -87,8 +89,8 @@ class HDETTrainerCallback(TrainerCallback):
             if num_items is None or num_items_in_batch is None:
                 self._hdet.observe(loss * trainer.current_gradient_accumulation_steps)
             else:
-                # Divided by the items of all micro-batches and ranks, so that a rank with fewer items looks better
-                # than it is: bring it back to a mean over its own.
+                # It is divided by the items of all micro-batches and ranks, so a rank with fewer items would look
+                # better than it is: rescale it to a mean over its own.
                 ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
                 items = num_items.to(loss.device).float()
                 mine = loss * num_items_in_batch / (items.clamp(min=1) * ranks)
@@ -98,19 +100,19 @@ class HDETTrainerCallback(TrainerCallback):
         trainer.training_step = observed
 
     def _wrap_saves(self, trainer: Any) -> None:
+        def evaluates_or_saves() -> bool:
+            return bool(trainer.control.should_evaluate or trainer.control.should_save)
+
+        run_converged(trainer, "_maybe_log_save_evaluate", lambda: self._hdet, when=evaluates_or_saves)
         log_save_evaluate = trainer._maybe_log_save_evaluate
 
-        def at_mean(*args: Any, **kwargs: Any) -> None:
-            if trainer.control.should_evaluate or trainer.control.should_save:
-                with self._hdet.converged():
-                    log_save_evaluate(*args, **kwargs)
-            else:
-                log_save_evaluate(*args, **kwargs)
+        def then_finish(*args: Any, **kwargs: Any) -> None:
+            log_save_evaluate(*args, **kwargs)
             # Not at on_train_end: by then the best checkpoint may have been loaded.
             if trainer.control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps:
                 self._hdet.finish()
 
-        trainer._maybe_log_save_evaluate = at_mean
+        trainer._maybe_log_save_evaluate = then_finish
 
     def _wrap_log(self, trainer: Any) -> None:
         log = trainer.log  # by on_log the entry is in the history, and with the loggers that come first
@@ -132,7 +134,7 @@ class HDETTrainerCallback(TrainerCallback):
 
 
 def _num_items(trainer: Any, inputs: Any) -> Tensor | None:
-    """How many labels a micro-batch has on this rank, where the Trainer divides by their number."""
+    """How many labels a micro-batch has on this rank; None unless the Trainer divides by their number."""
     scaled = (
         trainer.loss_is_scaled_for_ga
         if getattr(trainer, "loss_is_scaled_for_ga", None) is not None

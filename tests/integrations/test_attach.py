@@ -1,0 +1,331 @@
+"""All adapters take the same arguments, check them when they are given, and add the sinks to the scheduler.
+
+DeepSpeed and torchtitan are stand-ins with the attributes that the adapters use; their own tests use the real ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import framework_task as task
+from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
+from hdet.launch import launch
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FRAMEWORKS = ("lightning", "transformers", "accelerate", "deepspeed", "torchtitan")
+STEPS = 4
+
+Attach = Callable[..., Any]
+"""Attaches with the given arguments, trains for four steps if asked to, and returns the scheduler."""
+
+
+def _lightning(*args: Any, train: bool = True, configured: Any = task.make_schedule, **kwargs: Any) -> Any:
+    import lightning.pytorch as pl
+
+    from hdet.integrations.lightning import HDETCallback
+
+    callback = HDETCallback(*args, **kwargs)
+    if not train:
+        return None
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = task.Model()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.inner(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            optimizer = task.make_optimizer(self.inner)
+            if configured is None:
+                return optimizer
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": configured(optimizer), "interval": "step"}}
+
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=STEPS, logger=False, callbacks=[callback], **quiet
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(task.Samples(64), batch_size=4))
+    return callback.scheduler
+
+
+def _trainer(callbacks: Any = None) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir="unused", use_cpu=True, max_steps=STEPS, report_to=[], disable_tqdm=True, save_strategy="no",
+        per_device_train_batch_size=4, dataloader_pin_memory=False,
+    )  # fmt: skip
+    model = task.Model()
+    optimizer = task.make_optimizer(model)
+    made = (optimizer, task.make_schedule(optimizer))
+    return Trainer(
+        model=model, args=arguments, train_dataset=task.Samples(64), callbacks=callbacks, optimizers=made
+    )  # fmt: skip
+
+
+def _transformers(*args: Any, train: bool = True, **kwargs: Any) -> Any:
+    from hdet.integrations.transformers import HDETTrainerCallback
+
+    trainer = _trainer()
+    callback = HDETTrainerCallback.attach(trainer, *args, **kwargs)
+    if train:
+        trainer.train()
+    return callback.scheduler
+
+
+def _loop(scheduler: Any, optimizer: Any) -> Any:
+    for _ in range(STEPS):
+        optimizer.step()
+        scheduler.step(1.0)
+    return scheduler
+
+
+def _accelerate(*args: Any, train: bool = True, **kwargs: Any) -> Any:
+    from accelerate import Accelerator
+
+    from hdet.integrations.accelerate import HDETScheduler
+
+    optimizer = task.make_optimizer(task.Model())
+    scheduler = HDETScheduler(Accelerator(cpu=True), task.make_schedule(optimizer), *args, **kwargs)
+    if train:
+        _loop(scheduler, optimizer)
+    return scheduler.scheduler
+
+
+class _Engine:
+    """Of DeepSpeed."""
+
+    def __init__(self) -> None:
+        self.module = task.Model()
+        self.optimizer = self.basic_optimizer = task.make_optimizer(self.module)
+        self.lr_scheduler = task.make_schedule(self.optimizer)
+        self.saved = 0
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def backward(self, loss: Any) -> Any:
+        return loss.backward()
+
+    def save_checkpoint(self, folder: str) -> None:
+        self.saved += 1
+
+
+def _deepspeed(*args: Any, train: bool = True, **kwargs: Any) -> Any:
+    from hdet.integrations.deepspeed import attach
+
+    engine = _Engine()
+    scheduler = attach(engine, *args, **kwargs)
+    for batch in torch.utils.data.DataLoader(task.Samples(4 * STEPS if train else 0), batch_size=4):
+        engine.backward(engine.module(**batch)["loss"])
+        engine.optimizer.step()
+        engine.lr_scheduler.step()
+    engine.save_checkpoint("unused")
+    assert engine.saved == 1
+    return scheduler
+
+
+class _Titan:
+    """The Trainer of torchtitan."""
+
+    def __init__(self) -> None:
+        model = task.Model()
+        self.model_parts, self.optimizer = [model], task.make_optimizer(model)
+        self.lr_schedulers = SimpleNamespace(schedulers=[task.make_schedule(self.optimizer)])
+        self.config = SimpleNamespace(training=SimpleNamespace(steps=STEPS))
+        self.saved: list[str] = []
+        self.checkpointer = SimpleNamespace(
+            enable=True,
+            save=lambda step, last: self.saved.append("checkpoint"),
+            _should_save=lambda step, last: last,
+            maybe_wait_for_staging=lambda: None,
+        )
+        self.validator = SimpleNamespace(validate=lambda: self.saved.append("validation"))
+
+    def forward_backward_step(self, *, labels: Any, global_valid_tokens: Any, **inputs: Any) -> Any:
+        loss = self.model_parts[0](inputs["x"], labels)["loss"]
+        loss.backward()
+        return loss
+
+
+def _torchtitan(*args: Any, train: bool = True, **kwargs: Any) -> Any:
+    from hdet.integrations.torchtitan import attach
+
+    trainer = _Titan()
+    scheduler = attach(trainer, *args, **kwargs)
+    for batch in torch.utils.data.DataLoader(task.Samples(4 * STEPS if train else 0), batch_size=4):
+        trainer.forward_backward_step(global_valid_tokens=torch.tensor(4), **batch)
+        trainer.optimizer.step()
+        trainer.lr_schedulers.schedulers[0].step()
+    trainer.checkpointer.save(STEPS, True)
+    trainer.validator.validate()
+    assert trainer.saved == ["checkpoint", "validation"]
+    return scheduler
+
+
+def _module(name: str, **names: Any) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(names)
+    return module
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> str:
+    """The framework's name, with stand-ins for the two that are not installed in the tests' environment."""
+    name = str(request.param)
+    monkeypatch.chdir(tmp_path)
+    if name == "deepspeed":
+        monkeypatch.setitem(sys.modules, name, _module(name, DeepSpeedEngine=_Engine))
+    elif name == "torchtitan":
+        for path in ("torchtitan", "torchtitan.components"):
+            monkeypatch.setitem(sys.modules, path, _module(path))
+        loss = "torchtitan.components.loss"
+        monkeypatch.setitem(sys.modules, loss, _module(loss, IGNORE_INDEX=-100))
+        monkeypatch.setitem(sys.modules, "torchtitan.trainer", _module("torchtitan.trainer", Trainer=_Titan))
+    else:
+        pytest.importorskip(name, reason=f"pip install 'hdet[{name}]'")
+        return name
+    monkeypatch.delitem(sys.modules, f"hdet.integrations.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, f"hdet.integrations.{name}", importlib.import_module(f"hdet.integrations.{name}"))
+    return name
+
+
+def _attach(framework: str) -> Attach:
+    attach: Attach = globals()[f"_{framework}"]
+    return attach
+
+
+def _signature(framework: str) -> list[tuple[str, Any, Any]]:
+    module = importlib.import_module(f"hdet.integrations.{framework}")
+    found = {"lightning": "HDETCallback", "transformers": "HDETTrainerCallback", "accelerate": "HDETScheduler"}
+    face = getattr(module, found.get(framework, "attach"))
+    parameters = inspect.signature(getattr(face, "attach", face)).parameters.values()
+    own = ("engine", "trainer", "accelerator", "scheduler", "log")
+    return [(p.name, p.kind, p.default) for p in parameters if p.name not in own]
+
+
+def test_the_arguments_are_the_same_everywhere(framework: str) -> None:
+    assert _signature(framework) == [
+        ("make", inspect.Parameter.POSITIONAL_OR_KEYWORD, None),
+        ("sinks", inspect.Parameter.KEYWORD_ONLY, ()),
+        ("settings", inspect.Parameter.VAR_KEYWORD, inspect.Parameter.empty),
+    ]
+
+
+def test_settings_reach_autolr_and_records_reach_the_sinks(framework: str) -> None:
+    seen: list[int] = []
+    scheduler = _attach(framework)(sinks=[lambda record, names: seen.append(record.step)], interval=2)
+    assert isinstance(scheduler, AutoLR)
+    assert seen == [2, 4]
+    assert [record.step for record in scheduler.history] == seen
+
+
+def test_make_builds_another_scheduler(framework: str) -> None:
+    def make(schedule: Any) -> OneCycleAutoLR:
+        return OneCycleAutoLR(schedule.optimizer, 0.1, STEPS, model_sync_interval=2, signal="gradient")
+
+    seen: list[int] = []
+    scheduler = _attach(framework)(make, sinks=[lambda record, names: seen.append(record.step)])
+    assert isinstance(scheduler, OneCycleAutoLR)
+    assert seen == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"intervall": 2}, TypeError, "arguments of AutoLR, but got intervall; did you mean interval?"),
+        ({"skip_nonfinit": True}, TypeError, "did you mean .*=.*\\(skip_nonfinite=...\\)?"),
+        ({"zzz": 2}, TypeError, "arguments of AutoLR, but got zzz; it has .*'interval'"),
+        ({"schedule": 2}, TypeError, "arguments of AutoLR, but got schedule"),
+        ({"sinks": print}, TypeError, "sinks must be a list of sinks, see hdet.sinks, but got <built-in"),
+        ({"sinks": ["rounds.jsonl"]}, TypeError, "sinks must be a list of sinks"),
+        ({"make": 3}, TypeError, "make must be a function of a schedule, but got int"),
+        ({"make": AutoLR, "interval": 2}, ValueError, "settings must be empty with make.*but got \\['interval'\\]"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_when_they_are_given(
+    framework: str, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        _attach(framework)(train=False, **arguments)
+
+
+def test_what_make_returns_is_checked(framework: str) -> None:
+    with pytest.raises(TypeError, match="make must return a scheduler of HDET, but got CosineAnnealingLR"):
+        _attach(framework)(lambda schedule: schedule)
+
+
+def _explorer(schedule: Any, knob: Any) -> Explorer:
+    model = torch.nn.ParameterList(schedule.optimizer.param_groups[0]["params"])
+    return Explorer(model, schedule.optimizer, knobs=[knob], interval=2)
+
+
+def _beside() -> tuple[list[int], list[float], float]:
+    """The rounds of an Explorer, the weight decay of all replicas in each, and the learning rate at the end."""
+    task.pretend_torchrun()
+    seen: list[int] = []
+    values: list[float] = []
+
+    def sink(record: Any, names: Any) -> None:
+        seen.append(record.step)
+        values.extend(record.knobs["weight_decay"].values)
+
+    explorer = _accelerate(lambda s: _explorer(s, knobs.WeightDecay(adapt=False)), sinks=[sink])
+    assert isinstance(explorer, Explorer)
+    return seen, values, float(explorer.optimizer.param_groups[0]["lr"])
+
+
+def test_accelerate_runs_an_explorer_and_leaves_the_schedule_to_the_user() -> None:
+    pytest.importorskip("accelerate", reason="pip install 'hdet[accelerate]'")
+    for seen, values, lr in launch(_beside, 2, timeout_s=100):
+        assert seen == [2, 4]
+        assert len(set(values)) > 1
+        assert lr == 0.05
+
+
+@pytest.mark.parametrize("framework", ["transformers", "deepspeed", "torchtitan"], indirect=True)
+def test_an_explorer_is_refused_elsewhere(framework: str) -> None:
+    with pytest.raises(TypeError, match="which steps one schedule, but got Explorer; pass its knobs to AutoLR"):
+        _attach(framework)(lambda schedule: _explorer(schedule, knobs.WeightDecay(adapt=False)))
+
+
+def test_an_explorer_of_the_learning_rate_takes_the_place_of_no_schedule() -> None:
+    pytest.importorskip("lightning", reason="pip install 'hdet[lightning]'")
+    explorer = _lightning(lambda schedule: _explorer(schedule, knobs.LearningRate()), configured=None)
+    assert explorer.last_epoch == STEPS
+
+
+def test_a_callback_of_transformers_that_was_not_attached_says_so() -> None:
+    pytest.importorskip("transformers", reason="pip install 'hdet[transformers]'")
+    from hdet.integrations.transformers import HDETTrainerCallback
+
+    message = r"HDETTrainerCallback must be attached to the Trainer.*call HDETTrainerCallback.attach\(trainer\) before"
+    with pytest.raises(RuntimeError, match=message):
+        _trainer(callbacks=[HDETTrainerCallback()])
+    trainer = _trainer()
+    trainer.add_callback(HDETTrainerCallback())
+    with pytest.raises(RuntimeError, match=message):
+        trainer.train()
+
+
+def test_a_second_training_needs_a_new_schedule() -> None:
+    pytest.importorskip("transformers", reason="pip install 'hdet[transformers]'")
+    from hdet.integrations.transformers import HDETTrainerCallback
+
+    trainer = _trainer()
+    HDETTrainerCallback.attach(trainer, interval=2)
+    trainer.train()
+    with pytest.raises(ValueError, match="must be new for each training, but it is the AutoLR of the last one"):
+        trainer.train()
