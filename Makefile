@@ -1,17 +1,23 @@
-# Two commands: `make demo` and `make test`. Both set everything up in .venv first.
+# Two commands: `make demo` and `make test`. Each first sets up what it needs in .venv.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# Python compiles a module when it is first imported; compiling all of torch here would take longer than the download.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test browser lint types format bench soak docs clean
 
-.venv/.ready: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade "$(TORCH)" "numpy>=1.26"
-	$(BIN)/pip install --quiet -e ".[dev]"
+.venv/.demo: pyproject.toml
+	@echo "Setting up .venv: torch and the packages of the demo, about a minute."
+	@$(PYTHON) -m venv .venv
+	@$(PIP) "$(TORCH)" -e ".[lab]"
+	@touch $@
+
+.venv/.ready: .venv/.demo
+	$(PIP) "$(TORCH)" -e ".[dev]"
 	touch $@
 
-demo: .venv/.ready
+demo: .venv/.demo
 	$(BIN)/hdet demo
 
 test: lint types browser
@@ -43,7 +49,7 @@ soak: .venv/.ready
 	$(BIN)/python tests/support/fuzz_state.py --mutations 10000 --seed 5
 
 docs: .venv/.ready
-	$(BIN)/pip install --quiet -e ".[docs]"
+	$(PIP) -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

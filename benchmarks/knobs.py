@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from hdet import AutoLR, Explorer, knobs
 from hdet.lab.models.gpt import Attention
 from hdet.lab.tasks import load_task
-from hdet.lab.tasks.base import param_groups
+from hdet.lab.tasks.base import batch_of, param_groups
 from hdet.launch import launch
 
 NUM_REPLICAS = 4
@@ -174,14 +174,14 @@ def temperature(run: Run) -> Run:
         knob = knobs.Knob(
             "temperature", lambda: layers[0].temperature, write, low=0.01, high=100, space="log", acts="forward"
         )
-        probe_batch = task.batch(10**6, seed=run["seed"])
+        probe_batch = batch_of(task, 10**6, seed=run["seed"])
         explorer = Explorer(
             wrapped, optimizer, knobs=[knob], interval=interval, total_steps=steps, start_steps=steps // 20,
             probe=(lambda: task.loss(model, probe_batch)) if run["method"] == "explored" else None,
         )  # fmt: skip
     for step in range(steps):
         loss = task.loss(
-            wrapped, task.batch(step, seed=run["seed"], replica=dist.get_rank(), num_replicas=dist.get_world_size())
+            wrapped, batch_of(task, step, seed=run["seed"], replica=dist.get_rank(), num_replicas=dist.get_world_size())
         )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -310,7 +310,7 @@ def groups(run: Run) -> Run:
     schedule = OneCycleLR(optimizer, run["lr"], steps, pct_start=0.1, cycle_momentum=False)
     scheduler = AutoLR(schedule, model=model, interval=max(1, steps // 100), together=run["method"] == "together")
     for step in range(steps):
-        loss = task.loss(model, task.batch(step, seed=run["seed"]))
+        loss = task.loss(model, batch_of(task, step, seed=run["seed"]))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from hdet import __version__
-from hdet.lab.recipes import SGD_STARTS, STARTS
+from hdet.lab.recipes import default_interval
+from hdet.lab.recipes import starts as default_starts
 from hdet.lab.stacked.sweep import Result, Run, sweep
 from hdet.lab.tasks import TASKS, load_task
 
@@ -79,8 +80,8 @@ def main() -> None:
     if args.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")
     task = load_task(args.task, data=args.data)
-    starts = args.starts or list(SGD_STARTS if args.optimizer == "sgd" else STARTS)
-    interval = max(1, (args.steps or task.total_steps) // 100)
+    starts = args.starts or list(default_starts(args.optimizer))
+    interval = default_interval(args.steps or task.total_steps)
     runs = []
     for text in args.variant or DEFAULTS:
         name, settings = parse_variant(text)

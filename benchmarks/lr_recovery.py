@@ -22,12 +22,13 @@ from pathlib import Path
 import torch
 
 from hdet import __version__
-from hdet.lab.stacked.sweep import Method, Result, Run, sweep
+from hdet.lab.recipes import SweepMethod, default_interval
+from hdet.lab.stacked.sweep import Result, Run, sweep
 from hdet.lab.tasks import stdlib_gpt
 
 GRID = (3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 FACTORS = (1 / 100, 1 / 30, 1 / 10, 1 / 3, 1, 3, 10, 30)
-METHODS: tuple[tuple[Method, int, float], ...] = (
+METHODS: tuple[tuple[SweepMethod, int, float], ...] = (
     ("fixed", 1, 0.0),
     ("paper", 4, 1 / 9),
     ("loss", 4, 0.1),
@@ -46,7 +47,7 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     task = stdlib_gpt(num_layers=2, width=64, num_heads=2, context=64, batch_rows=16, num_validation=256)
     started = time.perf_counter()
-    interval = max(1, args.steps // 100)
+    interval = default_interval(args.steps)
 
     def progress(label: str, results: list[Result]) -> list[Result]:
         print(f"[{time.perf_counter() - started:5.0f} s] {label}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """The ``hdet`` program: finds the command's module and hands it the arguments.
 
-A command is a module of :mod:`hdet.lab` with ``main(arguments) -> exit status``; only the one that runs is imported.
+A command is a module with ``main(arguments) -> exit status``; only the one that runs is imported.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ COMMANDS = {
     "plan": ("hdet.cluster.plan", "what HDET will cost, on paper, on up to 16,384 replicas"),
     "demo": ("hdet.lab.commands.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
 }
-LAB_PACKAGES = ("tyro", "rich", "jinja2", "matplotlib", "tensorboard")
-ON_CLUSTERS = ("doctor", "plan")
-"""Commands that neither draw nor log: the first two packages are enough."""
+CLUSTER_PACKAGES = ("tyro", "rich")
+LAB_PACKAGES = (*CLUSTER_PACKAGES, "jinja2", "matplotlib", "tensorboard")
 USAGE_ERROR, INTERRUPTED = 2, 130
 
 
@@ -41,14 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"hdet: command must be one of {', '.join(COMMANDS)}, but got {name!r}; see hdet --help", file=sys.stderr)
         return USAGE_ERROR
-    for package in LAB_PACKAGES[:2] if name in ON_CLUSTERS else LAB_PACKAGES:
+    module = COMMANDS[name][0]
+    extra, packages = ("cluster", CLUSTER_PACKAGES) if ".cluster." in module else ("lab", LAB_PACKAGES)
+    for package in packages:
         if importlib.util.find_spec(package) is None:
-            print(f"hdet {name} needs {package}; install it with: pip install 'hdet[lab]'", file=sys.stderr)
+            print(f"hdet {name} needs {package}; install it with: pip install 'hdet[{extra}]'", file=sys.stderr)
             return USAGE_ERROR
     from hdet.command_line import UsageError, printable
 
     try:
-        status: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+        status: int = importlib.import_module(module).main(rest)
     except UsageError as error:
         print(f"hdet {name}: {printable(str(error))}", file=sys.stderr)
         return USAGE_ERROR

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,30 @@ T = TypeVar("T")
 
 class UsageError(Exception):
     """What the user can put right: one line, no traceback, exit status 2."""
+
+
+class Options:
+    """Base of the dataclasses of options: what a check that fails says."""
+
+    def require(self, name: str, rule: str, ok: bool) -> None:
+        """UsageError that names the option, the rule and the value, unless ``ok``."""
+        if not ok:
+            value = getattr(self, name)
+            said = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else repr(value)
+            raise UsageError(f"--{name.replace('_', '-')} must be {rule}, but got {said}")
+
+
+def torchrun_rank(replicas: int | None) -> tuple[int, int] | None:
+    """Rank and number of processes under torchrun, None elsewhere; UsageError where ``replicas`` is another number."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if replicas not in (None, num_ranks):
+        raise UsageError(
+            f"--replicas must be left out or be the number of processes that torchrun has started, {num_ranks}, "
+            f"but got {replicas}"
+        )
+    return rank, num_ranks
 
 
 def parse(kind: type[T], command: str, arguments: Sequence[str], *, default: T | None = None) -> T:

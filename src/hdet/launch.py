@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+_preloaded = ["torch", "torch.distributed", "torch._dynamo", "hdet"]
+
 
 class ReplicaError(RuntimeError):
     """A replica failed. ``errors`` maps each failed replica to its traceback."""
@@ -58,7 +60,7 @@ def launch(
     """
     context = mp.get_context("forkserver")
     # Children fork from a server that has imported torch already: a tenth of a second each instead of several.
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "hdet"])
+    context.set_forkserver_preload(_preloaded)
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="hdet-") as folder:
         pipes: list[Connection] = []
@@ -83,6 +85,11 @@ def launch(
                 process.join()
             for pipe in pipes:
                 pipe.close()
+
+
+def preload(*modules: str) -> None:
+    """Have ``modules`` imported once for all processes instead of in each; call it before the first :func:`launch`."""
+    _preloaded.extend(name for name in modules if name not in _preloaded)
 
 
 def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:

@@ -20,13 +20,13 @@ from hdet import cli
 from hdet.lab import baselines
 from hdet.lab.commands.compare import CompareOptions, run_method
 from hdet.lab.experiment import Experiment
-from hdet.lab.recipes import schedule_table
+from hdet.lab.recipes import BaselineMethod, schedule_table
 from hdet.lab.reports import compare as compare_report
 from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.optim import Adam
 from hdet.lab.stacked.population import FACTORS, exploit, log_uniform, train_populations
 from hdet.lab.stacked.sweep import Run, sweep
-from hdet.lab.tasks import QuadraticTask, TextTask
+from hdet.lab.tasks import QuadraticTask, TextTask, batch_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,7 +156,7 @@ def slow_population(task: TextTask, seed: int, num_workers: int, interval: int, 
     for step in range(num_steps):
         for worker in range(num_workers):
             optimizers[worker].param_groups[0]["lr"] = table[step] * lrs[worker]
-            loss = task.loss(models[worker], task.batch(step, seed=seed, replica=worker, num_replicas=num_workers))
+            loss = task.loss(models[worker], batch_of(task, step, seed=seed, replica=worker, num_replicas=num_workers))
             optimizers[worker].zero_grad()
             torch.autograd.backward(loss)
             optimizers[worker].step()
@@ -253,7 +253,7 @@ def test_local_runs_are_replicas_that_train_apart_and_are_averaged() -> None:
         for replica in range(2):
             optimizers[replica].param_groups[0]["lr"] = table[step] * 0.02
             optimizers[replica].zero_grad()
-            torch.autograd.backward(task.loss(models[replica], task.batch(step, replica=replica, num_replicas=2)))
+            torch.autograd.backward(task.loss(models[replica], batch_of(task, step, replica=replica, num_replicas=2)))
             optimizers[replica].step()
         if (step + 1) % interval == 0 or step + 1 == num_steps:
             with torch.no_grad():
@@ -271,7 +271,7 @@ def test_local_runs_are_replicas_that_train_apart_and_are_averaged() -> None:
 @pytest.mark.usefixtures("_stubs")
 def test_a_baseline_trains_on_the_rows_and_schedule_of_a_sweep() -> None:
     task = QuadraticTask(dimension=4, num_rows=256, batch_rows=8)  # a GPT at a learning rate of 1 is chaos
-    outcome = baselines.train(baselines.Job("quadratic", "prodigy", None, 1, 30), task)
+    outcome = baselines.train(baselines.BaselineRun("quadratic", "prodigy", None, 1, 30), task)
     [swept] = sweep(task, [Run(lr=1.0, seed=1, interval=10)], num_steps=30)
     assert outcome.validation["loss"] == pytest.approx(swept.validation["loss"], rel=1e-3)
     assert np.mean(outcome.train_loss[:10]) == pytest.approx(swept.train_loss[0], rel=1e-3)
@@ -279,9 +279,9 @@ def test_a_baseline_trains_on_the_rows_and_schedule_of_a_sweep() -> None:
 
 @pytest.mark.usefixtures("_stubs")
 @pytest.mark.parametrize("method", baselines.PACKAGES)
-def test_every_baseline_trains(method: str) -> None:
+def test_every_baseline_trains(method: BaselineMethod) -> None:
     lr = 0.01 if method == "schedule-free" else None
-    outcome = baselines.train(baselines.Job("tiny", method, lr, 0, 30, optimizer="sgd"), make_task())
+    outcome = baselines.train(baselines.BaselineRun("tiny", method, lr, 0, 30, optimizer="sgd"), make_task())
     assert len(outcome.train_loss) == 30
     assert math.isfinite(outcome.validation["loss"])
 
@@ -294,7 +294,7 @@ def test_a_baseline_that_gives_up_has_no_loss(monkeypatch: pytest.MonkeyPatch) -
     import dog  # type: ignore[import-not-found]
 
     monkeypatch.setattr(dog.DoG, "step", fail)
-    outcome = baselines.train(baselines.Job("tiny", "dog", None, 0, 30), make_task())
+    outcome = baselines.train(baselines.BaselineRun("tiny", "dog", None, 0, 30), make_task())
     assert math.isnan(outcome.validation["loss"])
     assert math.isnan(outcome.train_loss[-1])
 
@@ -302,9 +302,9 @@ def test_a_baseline_that_gives_up_has_no_loss(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("_stubs")
 def test_baselines_on_several_processes_are_those_on_one() -> None:
     sizes = {"dimension": 4, "num_rows": 256, "batch_rows": 8}
-    jobs = [baselines.Job("quadratic", "prodigy", None, seed, 12, task_options=sizes) for seed in (0, 1)]
-    alone = [outcome.validation for outcome in baselines.run_jobs(jobs)]
-    assert [outcome.validation for outcome in baselines.run_jobs(jobs, num_workers=2)] == alone
+    runs = [baselines.BaselineRun("quadratic", "prodigy", None, seed, 12, task_options=sizes) for seed in (0, 1)]
+    alone = [outcome.validation for outcome in baselines.train_all(runs)]
+    assert [outcome.validation for outcome in baselines.train_all(runs, num_workers=2)] == alone
     assert alone[0] != alone[1]
 
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from hdet import AutoLR, OneCycleAutoLR
 from hdet.lab.recipes import schedule_table
 from hdet.lab.stacked.sweep import Run, sweep
-from hdet.lab.tasks import TextTask
+from hdet.lab.tasks import TextTask, batch_of
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch
 
@@ -115,7 +115,7 @@ def train(optimizer_name: str, run: Run) -> dict[str, Any]:
     forward: nn.Module = DistributedDataParallel(model) if count > 1 else model
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = task.loss(forward, task.batch(step, seed=run.seed, replica=rank, num_replicas=count))
+        loss = task.loss(forward, batch_of(task, step, seed=run.seed, replica=rank, num_replicas=count))
         torch.autograd.backward(loss)
         optimizer.step()
         scheduler.step(loss)
@@ -181,7 +181,7 @@ def test_a_fixed_run_is_the_schedule() -> None:
     schedule = OneCycleLR(optimizer, 0.02, STEPS, pct_start=0.1, cycle_momentum=False)
     for step in range(STEPS):
         optimizer.zero_grad()
-        torch.autograd.backward(task.loss(model, task.batch(step)))
+        torch.autograd.backward(task.loss(model, batch_of(task, step)))
         optimizer.step()
         schedule.step()
     assert result.validation["loss"] == pytest.approx(task.evaluate(model)["loss"], rel=1e-8)

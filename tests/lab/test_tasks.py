@@ -21,6 +21,7 @@ from hdet.lab.tasks import (
     QuadraticTask,
     Task,
     TextTask,
+    batch_of,
     load_task,
     shakespeare_gpt,
     shakespeare_gpt_10m,
@@ -161,9 +162,9 @@ def test_conforms(task: Task) -> None:
     assert [g["name"] for g in groups] == list(task.groups(model))
     assert sum(len(g["params"]) for g in groups) == len(named)
 
-    batch = task.batch(3, seed=1)
-    assert all(torch.equal(a, b) for a, b in zip(batch, task.batch(3, seed=1), strict=True))
-    assert any(not torch.equal(a, b) for a, b in zip(batch, task.batch(4, seed=1), strict=True))
+    batch = batch_of(task, 3, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(batch, batch_of(task, 3, seed=1), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(batch, batch_of(task, 4, seed=1), strict=True))
     loss = task.loss(model, batch)
     assert loss.shape == ()
     assert torch.isfinite(loss)
@@ -183,7 +184,7 @@ def test_replicas_share_one_global_batch(task: Task, num_replicas: int) -> None:
     parts = split_rows(rows, num_replicas)
     assert sorted(parts.flatten().tolist()) == sorted(rows.tolist())
     for replica in range(num_replicas):
-        mine = task.batch(2, seed=5, replica=replica, num_replicas=num_replicas)
+        mine = batch_of(task, 2, seed=5, replica=replica, num_replicas=num_replicas)
         assert all(torch.equal(a, b) for a, b in zip(mine, task.gather(parts[replica]), strict=True))
     stacked = task.gather(parts)
     assert all(t.shape[:2] == parts.shape for t in stacked)
@@ -192,8 +193,8 @@ def test_replicas_share_one_global_batch(task: Task, num_replicas: int) -> None:
 
 def test_loss_of_the_parts_averages_to_the_whole(task: Task) -> None:
     model = task.build().double().eval()  # BatchNorm sees no batch
-    parts = [task.loss(model, task.batch(1, replica=r, num_replicas=4)).item() for r in range(4)]
-    assert np.mean(parts) == pytest.approx(task.loss(model, task.batch(1)).item(), rel=1e-12)
+    parts = [task.loss(model, batch_of(task, 1, replica=r, num_replicas=4)).item() for r in range(4)]
+    assert np.mean(parts) == pytest.approx(task.loss(model, batch_of(task, 1)).item(), rel=1e-12)
 
 
 def test_split_needs_a_divisor() -> None:
@@ -276,7 +277,7 @@ def test_feed_ignores_padding(tmp_path: Path) -> None:
     write_feed(tmp_path)
     task = FeedTask(tmp_path, batch_rows=12, history=3, width=8)
     model = task.build()
-    fields, item, past, behaviour, _ = task.batch(0)
+    fields, item, past, behaviour, _ = batch_of(task, 0)
     changed = torch.where(behaviour == PADDING, torch.zeros_like(past), past)
     assert not torch.equal(changed, past)
     torch.testing.assert_close(model(fields, item, changed, behaviour), model(fields, item, past, behaviour))
@@ -331,7 +332,7 @@ def test_fashion_itself() -> None:
     assert (task.num_train, len(task.validation_rows)) == (60_000, 10_000)
     assert task.labels[task.validation_rows].bincount().tolist() == [1000] * 10
     assert sum(p.numel() for p in task.build().parameters()) == 223_658
-    assert task.loss(task.build(), task.batch(0)).item() == pytest.approx(2.3, abs=1.0)
+    assert task.loss(task.build(), batch_of(task, 0)).item() == pytest.approx(2.3, abs=1.0)
 
 
 def test_quadratic_is_what_it_says() -> None:

@@ -182,8 +182,8 @@ def test_runs_that_differ_in_their_knobs_are_different_configurations(
     [
         (["--knobs", "beta2"], "--knobs beta2 compares replicas and needs at least 2 processes, but got 1; add --rep"),
         (["--knobs", "beta2", "--method", "fixed"], "--knobs beta2 needs a method that learns, but got --method fixed"),
-        (["--knobs", "beta2", "--optimizer", "sgd"], "--knobs beta2 is there with --optimizer adam or adamw, but got"),
-        (["--knobs", "weight_decay"], "--knobs weight_decay is there with --optimizer adamw, but got --optimizer adam"),
+        (["--knobs", "beta2", "--optimizer", "sgd"], "--knobs beta2 needs --optimizer adam or adamw, but got"),
+        (["--knobs", "weight_decay"], "--knobs weight_decay needs --optimizer adamw, but got --optimizer adam"),
         (["--knobs", "eps", "eps"], "--knobs must be different names, but got eps eps"),
         (["--knobs", "dropout"], "dropout"),
     ],

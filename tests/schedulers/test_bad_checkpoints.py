@@ -21,8 +21,9 @@ import hdet
 from hdet import AutoLR, Explorer, OneCycleAutoLR, cli, knobs
 from hdet.command_line import UsageError
 from hdet.lab.commands.train import _check_checkpoint, prepare
+from hdet.lab.recipes import make_torch_optimizer
 from hdet.lab.runs import folder as run_folder
-from hdet.lab.runs.settings import Settings, from_dict, make_optimizer, make_scheduler, open_task
+from hdet.lab.runs.settings import Settings, from_dict, make_scheduler, open_task
 
 KINDS = ("AutoLR", "OneCycleAutoLR", "Explorer")
 
@@ -301,7 +302,7 @@ def test_the_state_of_a_plain_schedule_is_tried_out(
     job = prepare(settings, 1, folder=tmp_path / "run")
     task = open_task("small-gpt", tmp_path)
     model = task.build(0)
-    optimizer = make_optimizer(job.settings, task, model)
+    optimizer = make_torch_optimizer(job.settings.optimizer, job.settings.lr, task, model)
     scheduler = make_scheduler(job.settings, optimizer, model)
     for _ in range(8):
         optimizer.step()

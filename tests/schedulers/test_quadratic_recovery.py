@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hdet.lab.recipes import schedule_table
 from hdet.lab.stacked.sweep import Run, sweep
-from hdet.lab.tasks import Batch, split_rows
+from hdet.lab.tasks import Batch
 from hdet.lab.tasks.base import random_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,9 +65,6 @@ class Quadratic:
 
     def gather(self, rows: Tensor) -> Batch:
         return (self.noise[rows],)
-
-    def batch(self, step: int, *, seed: int = 0, replica: int = 0, num_replicas: int = 1) -> Batch:
-        return self.gather(split_rows(self.rows(step, seed=seed), num_replicas)[replica])
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         found: Tensor = 0.5 * (self.curvature * (model.place - batch[0]) ** 2).sum(-1).mean()

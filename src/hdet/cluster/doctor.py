@@ -22,7 +22,7 @@ from rich.table import Table
 
 from hdet.cluster.checkup import Question, examine, no_report
 from hdet.cluster.cost import Method
-from hdet.command_line import UsageError, parse
+from hdet.command_line import Options, UsageError, parse, torchrun_rank
 from hdet.launch import ReplicaError, launch
 
 PATIENCE = 5
@@ -32,7 +32,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True)
-class DoctorOptions:
+class DoctorOptions(Options):
     """Examine a cluster: do ranks agree, are there replicas, what does HDET cost here, which traps are there?
 
     Under torchrun: torchrun ... -m hdet doctor; on this machine alone: hdet doctor --replicas 4.
@@ -65,15 +65,15 @@ class DoctorOptions:
 
     def check(self) -> None:
         """Raise UsageError for values that make no sense."""
-        self._require("replicas", "an integer >= 1", self.replicas is None or self.replicas >= 1)
-        self._require("parameters", "a finite number >= 1", 1 <= self.parameters < math.inf)
-        self._require("tensors", "between 1 and --parameters", 1 <= self.tensors <= self.parameters)
-        self._require("interval", "an integer >= 1", self.interval >= 1)
-        self._require("step_ms", "a finite number > 0", self.step_ms is None or 0 < self.step_ms < math.inf)
-        self._require("max_share", "in (0, 1]", 0 < self.max_share <= 1)
-        self._require("timeout_s", "a finite number > 0", 0 < self.timeout_s < math.inf)
-        self._require("model", "MODULE:FUNCTION", self.model is None or all(self.model.partition(":")))
-        self._require("device", "cpu or cuda", self.device in (None, "cpu", "cuda"))
+        self.require("replicas", "an integer >= 1", self.replicas is None or self.replicas >= 1)
+        self.require("parameters", "a finite number >= 1", 1 <= self.parameters < math.inf)
+        self.require("tensors", "between 1 and --parameters", 1 <= self.tensors <= self.parameters)
+        self.require("interval", "an integer >= 1", self.interval >= 1)
+        self.require("step_ms", "a finite number > 0", self.step_ms is None or 0 < self.step_ms < math.inf)
+        self.require("max_share", "in (0, 1]", 0 < self.max_share <= 1)
+        self.require("timeout_s", "a finite number > 0", 0 < self.timeout_s < math.inf)
+        self.require("model", "MODULE:FUNCTION", self.model is None or all(self.model.partition(":")))
+        self.require("device", "cpu or cuda", self.device in (None, "cpu", "cuda"))
         num_gpus = torch.cuda.device_count()
         if self.device == "cuda" and num_gpus < (self.replicas or 1):
             raise UsageError(f"--device cuda needs a GPU for each process here, but there are {num_gpus}; use cpu")
@@ -84,18 +84,15 @@ class DoctorOptions:
         enough = torch.cuda.device_count() >= (self.replicas or 1)
         return Question(**{**own, "device": self.device or ("cuda" if enough else "cpu")})
 
-    def _require(self, name: str, rule: str, ok: bool) -> None:
-        if not ok:
-            raise UsageError(f"--{name.replace('_', '-')} must be {rule}, but got {getattr(self, name)!r}")
-
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit status: 0, or 1 where there is a problem."""
     options = parse(DoctorOptions, "doctor", arguments)
     options.check()
     question = options.question()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _main_under_torchrun(options, question)
+    torchrun = torchrun_rank(options.replicas)
+    if torchrun is not None:
+        return _main_under_torchrun(options, question, torchrun[0])
     num_replicas = options.replicas or 1
     if num_replicas == 1:
         report = examine(question)
@@ -123,13 +120,7 @@ def _local_rank(question: Question) -> dict[str, Any]:
     return report
 
 
-def _main_under_torchrun(options: DoctorOptions, question: Question) -> int:
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if options.replicas not in (None, num_ranks):
-        raise UsageError(
-            f"--replicas must be left out or be the number of processes that torchrun has started, {num_ranks}, "
-            f"but got {options.replicas}"
-        )
+def _main_under_torchrun(options: DoctorOptions, question: Question, rank: int) -> int:
     # Whatever a user's model waits for, the processes end, and say where they were.
     faulthandler.dump_traceback_later(PATIENCE * options.timeout_s, exit=True, file=2)
     try:

@@ -25,7 +25,7 @@ from hdet.cluster.cost import (
     shortest_step_s,
     weight_bytes,
 )
-from hdet.command_line import UsageError, parse
+from hdet.command_line import Options, parse
 
 INTERVALS = (10, 100, 1000)
 SWEEP = tuple(2**k for k in range(3, 15))
@@ -33,7 +33,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(Options):
     """Predict, on paper, the share of the time that HDET takes, what it sends and the memory it needs.
 
     Defaults are data-sheet figures of 8 H100s a node: NVLink 450 GB/s each way, 400 Gb/s of network for each GPU, HBM3;
@@ -71,18 +71,14 @@ class PlanOptions:
     def check(self) -> None:
         """Raise UsageError for values that make no sense."""
         for name in ("replicas", "interval", "node_size"):
-            self._require(name, "an integer >= 1", getattr(self, name) >= 1)
-        self._require("dtype_bytes", "1, 2, 4 or 8", self.dtype_bytes in (1, 2, 4, 8))
-        self._require("parameters", "a finite number >= 1", 1 <= self.parameters < math.inf)
-        self._require("step_ms", "a finite number > 0", self.step_ms is None or 0 < self.step_ms < math.inf)
+            self.require(name, "an integer >= 1", getattr(self, name) >= 1)
+        self.require("dtype_bytes", "1, 2, 4 or 8", self.dtype_bytes in (1, 2, 4, 8))
+        self.require("parameters", "a finite number >= 1", 1 <= self.parameters < math.inf)
+        self.require("step_ms", "a finite number > 0", self.step_ms is None or 0 < self.step_ms < math.inf)
         for name in ("bandwidth", "across_bandwidth", "memory_bandwidth"):
-            self._require(name, "a finite number > 0", 0 < getattr(self, name) < math.inf)
+            self.require(name, "a finite number > 0", 0 < getattr(self, name) < math.inf)
         for name in ("latency_us", "across_latency_us", "host_ms"):
-            self._require(name, "a finite number >= 0", 0 <= getattr(self, name) < math.inf)
-
-    def _require(self, name: str, rule: str, ok: bool) -> None:
-        if not ok:
-            raise UsageError(f"--{name.replace('_', '-')} must be {rule}, but got {getattr(self, name)!r}")
+            self.require(name, "a finite number >= 0", 0 <= getattr(self, name) < math.inf)
 
     def settings(self, num_replicas: int) -> dict[str, Setting]:
         """On ``num_replicas``, by the algorithm of the all-reduce."""

@@ -13,29 +13,29 @@ import multiprocessing as mp
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from hdet.lab.recipes import schedule_table
+from hdet.lab.recipes import ADAM_BETAS, SGD_MOMENTUM, BaselineMethod, schedule_table
 from hdet.lab.runs.settings import open_task
-from hdet.lab.tasks.base import Task
+from hdet.lab.tasks.base import Task, batch_of
 
-PACKAGES = {
+PACKAGES: dict[BaselineMethod, tuple[str, str]] = {
     "prodigy": ("prodigyopt", "prodigyopt"),
     "d-adaptation": ("dadaptation", "dadaptation"),
     "mechanic": ("mechanic_pytorch", "mechanic-pytorch"),
     "dog": ("dog", "dog-optimizer"),
     "schedule-free": ("schedulefree", "schedulefree"),
 }
-"""Method to the module it is in, and the name that installs it."""
+"""The module that has the method, and the package that pip installs."""
 SCHEDULED = ("prodigy", "d-adaptation", "mechanic")
 NUM_STATISTICS_STEPS = 50
 
 
 @dataclass(frozen=True)
-class Job:
+class BaselineRun:
     """One run.
 
     Attributes:
@@ -48,7 +48,7 @@ class Job:
     """
 
     task: str
-    method: str
+    method: BaselineMethod
     lr: float | None
     seed: int
     num_steps: int
@@ -61,14 +61,19 @@ class Job:
 
 @dataclass
 class Outcome:
-    """A job, its training loss step by step, and the validation figures at its end."""
+    """A run, its training loss step by step, and the validation figures at its end."""
 
-    job: Job
+    run: BaselineRun
     train_loss: list[float]
     validation: dict[str, float]
 
 
-def missing_package(method: str) -> str | None:
+def is_baseline(method: str) -> TypeGuard[BaselineMethod]:
+    """Whether the method is one of :data:`PACKAGES`."""
+    return method in PACKAGES
+
+
+def missing_package(method: BaselineMethod) -> str | None:
     """A line that says what to install, where the method's package is not there."""
     module, package = PACKAGES[method]
     try:
@@ -89,34 +94,34 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def run_jobs(jobs: Sequence[Job], *, task: Task | None = None, num_workers: int = 1) -> Iterator[Outcome]:
+def train_all(runs: Sequence[BaselineRun], *, task: Task | None = None, num_workers: int = 1) -> Iterator[Outcome]:
     """Train all, one after the other in this process on ``task``, or several processes at a time; in order."""
     if num_workers == 1:
-        yield from (train(job, task) for job in jobs)
+        yield from (train(run, task) for run in runs)
         return
-    with mp.get_context("spawn").Pool(min(num_workers, len(jobs))) as pool:
-        yield from pool.imap(_train_alone, jobs)
+    with mp.get_context("spawn").Pool(min(num_workers, len(runs))) as pool:
+        yield from pool.imap(_train_alone, runs)
 
 
-def _train_alone(job: Job) -> Outcome:
+def _train_alone(run: BaselineRun) -> Outcome:
     torch.set_num_threads(1)
-    if job.device.startswith("cuda"):
+    if run.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")
-    return train(job)
+    return train(run)
 
 
-def train(job: Job, task: Task | None = None) -> Outcome:
+def train(run: BaselineRun, task: Task | None = None) -> Outcome:
     """One run; deterministic on the host."""
-    task = (task or open_task(job.task, job.data, job.task_options)).to(job.device)
-    model = task.build(job.seed).to(job.device)
-    optimizer, final = _make_optimizer(job, task, model)
-    table = schedule_table(job.schedule, job.num_steps)
+    task = (task or open_task(run.task, run.data, run.task_options)).to(run.device)
+    model = task.build(run.seed).to(run.device)
+    optimizer, final = _optimizer_of(run, task, model)
+    table = schedule_table(run.schedule, run.num_steps)
     losses: list[Tensor] = []
-    for step in range(job.num_steps):
-        if job.method in SCHEDULED:
+    for step in range(run.num_steps):
+        if run.method in SCHEDULED:
             for group in optimizer.param_groups:
                 group["lr"] = float(table[step])
-        loss = task.loss(model, task.batch(step, seed=job.seed))
+        loss = task.loss(model, batch_of(task, step, seed=run.seed))
         losses.append(loss.detach())
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
@@ -127,8 +132,8 @@ def train(job: Job, task: Task | None = None) -> Outcome:
             losses.append(torch.full_like(loss, math.nan))
             break
     # A run that stopped has no model worth evaluating.
-    validation = task.evaluate(final.model()) if len(losses) == job.num_steps else {"loss": math.nan}
-    return Outcome(job, torch.stack(losses).double().tolist(), validation)
+    validation = task.evaluate(final.model()) if len(losses) == run.num_steps else {"loss": math.nan}
+    return Outcome(run, torch.stack(losses).double().tolist(), validation)
 
 
 class _Final:
@@ -160,30 +165,30 @@ class _Averaged(_Final):
         return averaged
 
 
-def _make_optimizer(job: Job, task: Task, model: nn.Module) -> tuple[Any, _Final]:
-    package: Any = importlib.import_module(PACKAGES[job.method][0])
+def _optimizer_of(run: BaselineRun, task: Task, model: nn.Module) -> tuple[Any, _Final]:
+    package: Any = importlib.import_module(PACKAGES[run.method][0])
     parameters = list(model.parameters())
     has_statistics = any(buffer.is_floating_point() for buffer in model.buffers())
-    if job.method == "prodigy":
+    if run.method == "prodigy":
         return package.Prodigy(parameters, lr=1.0, safeguard_warmup=True), _Final(model)
-    if job.method == "d-adaptation":
+    if run.method == "d-adaptation":
         return package.DAdaptAdam(parameters, lr=1.0), _Final(model)
-    if job.method == "mechanic":
-        if job.optimizer == "sgd":
-            return package.mechanize(torch.optim.SGD)(parameters, lr=1.0, momentum=0.9), _Final(model)
-        return package.mechanize(torch.optim.Adam)(parameters, lr=1.0, betas=(0.9, 0.95)), _Final(model)
-    if job.method == "dog":
+    if run.method == "mechanic":
+        if run.optimizer == "sgd":
+            return package.mechanize(torch.optim.SGD)(parameters, lr=1.0, momentum=SGD_MOMENTUM), _Final(model)
+        return package.mechanize(torch.optim.Adam)(parameters, lr=1.0, betas=ADAM_BETAS), _Final(model)
+    if run.method == "dog":
         # Its authors' advice for models with BatchNorm.
         first = 1e-4 if has_statistics else 1e-6
         return package.DoG(parameters, reps_rel=first), _Averaged(model, package.PolynomialDecayAverager(model))
-    optimizer = package.AdamWScheduleFree(parameters, lr=job.lr, warmup_steps=job.num_steps // 10)
+    optimizer = package.AdamWScheduleFree(parameters, lr=run.lr, warmup_steps=run.num_steps // 10)
     optimizer.train()
 
     @torch.no_grad()
     def prepare() -> None:
         optimizer.eval()
         # BatchNorm's statistics are of the weights that were trained; those to be evaluated are others.
-        for step in range(min(NUM_STATISTICS_STEPS, job.num_steps) if has_statistics else 0):
-            task.loss(model, task.batch(step, seed=job.seed))
+        for step in range(min(NUM_STATISTICS_STEPS, run.num_steps) if has_statistics else 0):
+            task.loss(model, batch_of(task, step, seed=run.seed))
 
     return optimizer, _Final(model, prepare)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json as json_format
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from rich import box
@@ -17,13 +16,13 @@ from rich.table import Table as RichTable
 from tyro.conf import Positional, UseAppendAction, arg
 
 from hdet.command_line import UsageError
+from hdet.lab.recipes import OptimizerName, ScheduleName, SweepMethod, default_interval
 from hdet.lab.reports.charts import Chart, write_pngs
-from hdet.lab.reports.page import Table, page
+from hdet.lab.reports.page import Table, facts_table, page
 from hdet.lab.runs import provenance
-from hdet.lab.runs.folder import plain
-from hdet.lab.runs.settings import PEAK_SHARE, TASK_NAMES, open_task
+from hdet.lab.runs.folder import make_folder, plain
+from hdet.lab.runs.settings import RunOptions, open_task
 from hdet.lab.stacked.sweep import Run
-from hdet.lab.tasks.base import Task
 from hdet.schedulers._build import starts_cold
 
 RESULTS, PAGE = "results.json", "report.html"
@@ -32,23 +31,23 @@ FINAL_SHARE = 0.02
 
 
 @dataclass(frozen=True)
-class LabOptions:
+class LabOptions(RunOptions):
     """Options of an experiment with many runs on one device."""
 
     task: Annotated[str, Positional, arg(metavar="TASK")]
     """What to train: stdlib-gpt, small-gpt, quadratic, or one with data of its own."""
     seeds: tuple[int, ...] = (0,)
     """Of weights, data order and permutations; all is repeated for each."""
-    optimizer: Literal["adam", "adamw", "sgd", "lion", "muon"] = "adam"
+    optimizer: OptimizerName = "adam"
     """Adam (.9, .95), AdamW with weight decay .1, SGD with momentum .9, Lion, Muon with Adam."""
-    schedule: Literal["one-cycle", "cosine", "wsd", "constant"] = "one-cycle"
+    schedule: ScheduleName = "one-cycle"
     """Shape of the learning rate over a run."""
     steps: int | None = None
     """Optimizer steps of a run; default the task's."""
     replicas: int = 8
     """N, of the methods that compare or average replicas."""
     interval: int | None = None
-    """T, steps of a round; default a hundredth of the run."""
+    """T, steps of a round; default a hundredth of the run, at most 1000."""
     spread: float = 1 / 9
     """Alpha, how far replicas' learning rates reach from the base."""
     device: str = "cpu"
@@ -63,50 +62,14 @@ class LabOptions:
     """New folder for results.json, report.html and its charts; default runs/COMMAND-TASK-TIME."""
 
     def check(self) -> None:
-        """Raise UsageError for values that no experiment can have, before anything is loaded."""
-        if self.task not in TASK_NAMES:
-            raise UsageError(f"TASK must be one of {', '.join(TASK_NAMES)}, but got {self.task!r}")
+        super().check()
         seeds_ok = bool(self.seeds) and min(self.seeds) >= 0 and len(set(self.seeds)) == len(self.seeds)
         self.require("seeds", "one or more different integers >= 0", seeds_ok)
         self.require("replicas", "an integer >= 2", self.replicas >= 2)
-        self.require("spread", "in (0, 1)", 0 < self.spread < 1)
-        for name in ("steps", "interval"):
-            self.require(name, "an integer >= 1", getattr(self, name) is None or getattr(self, name) >= 1)
-        self.require("device", "cpu or cuda", self.device in ("cpu", "cuda"))
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("--device cuda needs a GPU that torch can use, but there is none; use --device cpu")
         if self.json is not None and not self.json.parent.is_dir():
             raise UsageError(f"--json must be a file in a folder that exists, but got {self.json}")
         if self.json is not None and self.json.is_dir():
             raise UsageError(f"--json must be a file, but {self.json} is a folder; for a folder there is --out")
-
-    def check_task(self, task: Task, num_steps: int) -> None:
-        """The same for what only the task can tell."""
-        self.require_rows(task, "steps", num_steps)
-        if self.schedule == "one-cycle" and PEAK_SHARE * num_steps <= 1:
-            raise UsageError(
-                f"--steps must be more than {1 / PEAK_SHARE:.0f} for the schedule one-cycle to have a peak, "
-                f"but got {num_steps}; take more, or another --schedule"
-            )
-        if task.batch_rows % self.replicas:
-            raise UsageError(
-                f"--replicas must divide the {task.batch_rows} rows of a batch of {task.name}, but got {self.replicas}"
-            )
-
-    def require_rows(self, task: Task, name: str, num_steps: int) -> None:
-        try:
-            task.rows(num_steps - 1)
-        except ValueError as error:
-            option = name.replace("_", "-")
-            raise UsageError(
-                f"--{option} must not go beyond the data of {task.name}, but got {num_steps}: {error}"
-            ) from None
-
-    def require(self, name: str, rule: str, ok: bool) -> None:
-        if not ok:
-            value = getattr(self, name)
-            said = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else repr(value)
-            raise UsageError(f"--{name.replace('_', '-')} must be {rule}, but got {said}")
 
     def task_options(self) -> dict[str, Any]:
         """The repeated NAME=VALUE, with numbers where they are some."""
@@ -140,8 +103,8 @@ class Experiment:
         self.command, self.options = command, options
         self.task = task = open_task(options.task, options.data, options.task_options())
         self.num_steps = num_steps = options.steps or task.total_steps
-        self.interval = options.interval or max(1, num_steps // 100)
-        options.check_task(task, num_steps)
+        self.interval = options.interval or default_interval(num_steps)
+        options.check_run(task, num_steps, options.replicas)
         if self.interval > num_steps:
             raise UsageError(f"--interval must be at most the {num_steps} steps of a run, but got {self.interval}")
         if options.device == "cuda":
@@ -166,16 +129,9 @@ class Experiment:
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
         self.out = options.out or Path("runs") / f"{command}-{options.task}-{now:%Y%m%d-%H%M%S}"
-        try:
-            self.out.mkdir(parents=True)
-        except FileExistsError:
-            raise UsageError(f"--out must be a new folder, but {self.out} exists; choose another") from None
-        except OSError as error:
-            raise UsageError(
-                f"--out must be a folder that can be created, but {self.out} cannot: {error.strerror}"
-            ) from None
+        make_folder(self.out)
 
-    def make_run(self, lr: float, seed: int, method: Any, **changes: Any) -> Run:
+    def make_run(self, lr: float, seed: int, method: SweepMethod, **changes: Any) -> Run:
         """A run with the options' settings, and AutoLR's own where it has too few rounds for a cold start."""
         values: dict[str, Any] = {
             "num_replicas": self.num_plain_replicas if method in ("fixed", "gradient") else self.options.replicas,
@@ -208,12 +164,7 @@ class Experiment:
     def write_report(self, title: str, tables: Sequence[Table], charts: Sequence[Chart]) -> Path:
         """The page and its charts; returns the path of the page."""
         write_pngs(charts, self.out)
-        facts = {**self.facts["config"], **{k: v for k, v in self.facts.items() if k != "config"}}
-        facts |= facts.pop("hardware")
-        details = Table("Configuration and machine", ["what", "value"])
-        details.rows = [
-            [k, ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v)] for k, v in facts.items()
-        ]
+        details = facts_table("Configuration and machine", self.facts)
         path = self.out / PAGE
         path.write_text(page(title, tables, charts, [details]), encoding="utf-8")
         return path
@@ -233,11 +184,6 @@ def final_loss(losses: Sequence[float], lengths: Sequence[int]) -> float:
 def round_lengths(num_steps: int, interval: int) -> list[int]:
     """Steps of each round; the last may be shorter."""
     return [min(interval, num_steps - start) for start in range(0, num_steps, interval)]
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """For a table; a dash where there is none."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def make_console() -> Console:

@@ -22,32 +22,18 @@ from hdet.lab.experiment import (
     LabOptions,
     final_loss,
     make_console,
-    number,
     round_lengths,
     show,
 )
+from hdet.lab.recipes import SweepMethod, low_and_high
 from hdet.lab.reports.charts import draw, line
-from hdet.lab.reports.page import Table
+from hdet.lab.reports.page import Table, number
 from hdet.lab.runs.progress import RunBar
-from hdet.lab.stacked.sweep import Method, Result, Run, sweep
+from hdet.lab.runs.settings import check_rows
+from hdet.lab.stacked.sweep import Result, Run, sweep
 from hdet.lab.tasks.base import Task
 
 RISE, NUM_ROUNDS = 0.2, 3
-LRS = {
-    "adam": (1e-3, 1e-1),
-    "adamw": (1e-3, 1e-1),
-    "muon": (1e-3, 1e-1),
-    "lion": (1e-4, 1e-2),
-    "sgd": (1e-1, 3.0),
-}
-"""Low and high learning rate by optimizer: plain training is fine at the one, and damaged or broken at the other."""
-TASK_LRS = {
-    ("quadratic", "adam"): (3e-2, 10.0),
-    ("quadratic", "sgd"): (1e-2, 10.0),
-    # BatchNorm takes much more: at 0.1 Adam is within a tenth of its best.
-    ("fashion", "adam"): (1e-2, 10.0),
-    ("fashion", "adamw"): (1e-2, 10.0),
-}
 
 
 class Configuration(NamedTuple):
@@ -55,7 +41,7 @@ class Configuration(NamedTuple):
 
     name: str
     high: bool
-    method: Method
+    method: SweepMethod
     warm: bool
 
 
@@ -94,7 +80,7 @@ class AblateOptions(LabOptions):
     """Sigma of the paper's controller."""
 
     def lrs(self) -> tuple[float, float]:
-        low, high = TASK_LRS.get((self.task, self.optimizer), LRS[self.optimizer])
+        low, high = low_and_high(self.task, self.optimizer)
         return self.low_lr or low, self.high_lr or high
 
     def check(self) -> None:
@@ -111,9 +97,9 @@ class AblateOptions(LabOptions):
         self.require("rate", "a finite number >= 0", 0 <= self.rate < math.inf)
         self.require("temperature", "a finite number > 0", 0 < self.temperature < math.inf)
 
-    def check_task(self, task: Task, num_steps: int) -> None:
-        super().check_task(task, num_steps)
-        self.require_rows(task, "warm_steps", self.warm_steps or 1)
+    def check_run(self, task: Task, num_steps: int, num_replicas: int, *, seed: int = 0) -> None:
+        super().check_run(task, num_steps, num_replicas, seed=seed)
+        check_rows(task, "--warm-steps", self.warm_steps or 1)
 
 
 class Divergence(NamedTuple):

@@ -11,29 +11,25 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, cast, get_args
 
 from hdet.command_line import parse
 from hdet.lab import baselines
 from hdet.lab.experiment import Experiment, LabOptions, final_loss, make_console, round_lengths, show
-from hdet.lab.recipes import SGD_STARTS, STARTS
+from hdet.lab.recipes import BaselineMethod, CompareMethod, SweepMethod, starts
 from hdet.lab.reports import compare as compare_report
 from hdet.lab.runs.progress import RunBar
 from hdet.lab.stacked.population import log_uniform, train_populations
 from hdet.lab.stacked.sweep import sweep
 
-MethodName = Literal[
-    "fixed", "paper", "gradient", "loss", "local", "spread", "population", "random-search",
-    "prodigy", "d-adaptation", "mechanic", "dog", "schedule-free",
-]  # fmt: skip
-DEFAULT_METHODS: tuple[MethodName, ...] = tuple(m for m in get_args(MethodName) if m not in ("local", "spread"))
+DEFAULT_METHODS: tuple[CompareMethod, ...] = tuple(m for m in get_args(CompareMethod) if m not in ("local", "spread"))
 
 
 @dataclass(frozen=True)
 class CompareOptions(LabOptions):
     """Compare AutoLR with fixed learning rates, the paper's controller and other methods, from many starts."""
 
-    methods: tuple[MethodName, ...] = DEFAULT_METHODS
+    methods: tuple[CompareMethod, ...] = DEFAULT_METHODS
     """Which to run; local and spread (averaging without a controller) only when named."""
     starts: tuple[float, ...] = ()
     """Learning rates to start from; default eight over four decades, by optimizer."""
@@ -43,7 +39,7 @@ class CompareOptions(LabOptions):
     """Processes for the methods that train one model at a time."""
 
     def grid(self) -> tuple[float, ...]:
-        return self.starts or (SGD_STARTS if self.optimizer == "sgd" else STARTS)
+        return self.starts or starts(self.optimizer)
 
     def check(self) -> None:
         super().check()
@@ -96,15 +92,16 @@ def main(arguments: Sequence[str]) -> int:
     skipped: list[str] = []
     seconds: dict[str, float] = {}
     for method in options.methods:
-        reason = baselines.missing_package(method) if method in baselines.PACKAGES else None
+        reason = baselines.missing_package(method) if baselines.is_baseline(method) else None
         if reason is not None:
             skipped.append(reason)
             console.print(reason, soft_wrap=True)
             continue
         started = time.perf_counter()
-        alone = method in baselines.PACKAGES
-        total = len(_jobs(experiment, method)) if alone else experiment.num_steps
-        with RunBar(console, f"{method}, runs" if alone else method, total) as bar:
+        name, total = str(method), experiment.num_steps
+        if baselines.is_baseline(method):  # one model after the other
+            name, total = f"{method}, runs", len(_baseline_runs(experiment, method))
+        with RunBar(console, name, total) as bar:
             records += run_method(experiment, method, bar.advance)
         seconds[method] = time.perf_counter() - started
         gc.collect()  # an engine refers to itself, and its memory on the device must not wait
@@ -122,11 +119,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run_method(experiment: Experiment, method: MethodName, progress: Callable[[int], None]) -> Iterator[Record]:
+def run_method(experiment: Experiment, method: CompareMethod, progress: Callable[[int], None]) -> Iterator[Record]:
     """All records of one method: every seed, and every start where it has one."""
     options = experiment.options
     assert isinstance(options, CompareOptions)
-    if method in baselines.PACKAGES:
+    if baselines.is_baseline(method):
         yield from _run_baseline(experiment, method, options.workers, progress)
     elif method == "population":
         yield from _run_population(experiment, options, progress)
@@ -134,7 +131,8 @@ def run_method(experiment: Experiment, method: MethodName, progress: Callable[[i
         yield from _run_random_search(experiment, options, progress)
     else:
         lengths = round_lengths(experiment.num_steps, experiment.interval)
-        runs = [experiment.make_run(lr, seed, method) for seed in options.seeds for lr in options.grid()]
+        swept = cast(SweepMethod, method)
+        runs = [experiment.make_run(lr, seed, swept) for seed in options.seeds for lr in options.grid()]
         for result in sweep(experiment.task, runs, progress=progress, **experiment.sweep_options()):
             train_loss = final_loss(result.train_loss, lengths)
             run = result.run
@@ -182,22 +180,22 @@ def _run_random_search(
 
 
 def _run_baseline(
-    experiment: Experiment, method: MethodName, num_workers: int, progress: Callable[[int], None]
+    experiment: Experiment, method: BaselineMethod, num_workers: int, progress: Callable[[int], None]
 ) -> Iterator[Record]:
-    outcomes = baselines.run_jobs(_jobs(experiment, method), task=experiment.task, num_workers=num_workers)
+    outcomes = baselines.train_all(_baseline_runs(experiment, method), task=experiment.task, num_workers=num_workers)
     for index, outcome in enumerate(outcomes):
-        job = outcome.job
+        run = outcome.run
         progress(index + 1)
         train_loss = final_loss(outcome.train_loss, [1] * len(outcome.train_loss))
-        yield Record(method, job.lr, job.seed, outcome.validation, train_loss)
+        yield Record(method, run.lr, run.seed, outcome.validation, train_loss)
 
 
-def _jobs(experiment: Experiment, method: str) -> list[baselines.Job]:
+def _baseline_runs(experiment: Experiment, method: BaselineMethod) -> list[baselines.BaselineRun]:
     options = experiment.options
     assert isinstance(options, CompareOptions)
-    starts: Sequence[float | None] = options.grid() if method == "schedule-free" else [None]
+    lrs: Sequence[float | None] = options.grid() if method == "schedule-free" else [None]
     return [
-        baselines.Job(
+        baselines.BaselineRun(
             options.task,
             method,
             lr,
@@ -210,7 +208,7 @@ def _jobs(experiment: Experiment, method: str) -> list[baselines.Job]:
             task_options=options.task_options(),
         )
         for seed in options.seeds
-        for lr in starts
+        for lr in lrs
     ]
 
 

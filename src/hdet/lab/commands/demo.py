@@ -18,11 +18,12 @@ from rich.table import Table
 from hdet.command_line import parse
 from hdet.lab.commands.report import write_report
 from hdet.lab.commands.train import Job, prepare, run
+from hdet.lab.recipes import TrainMethod
 from hdet.lab.runs.progress import RunBar
-from hdet.lab.runs.settings import SMALL, Method, Settings
+from hdet.lab.runs.settings import SMALL, Settings
 
 TOO_LOW = 30
-RUNS: dict[Method, str] = {"fixed": "OneCycleLR", "gradient": "AutoLR"}
+RUNS: dict[TrainMethod, str] = {"fixed": "OneCycleLR", "gradient": "AutoLR"}
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ def main(arguments: Sequence[str]) -> int:
         f"{options.replicas} replicas train a GPT on the source of Python's standard library, {options.steps} steps, "
         f"from a peak learning rate of {lr:.2g}, {TOO_LOW} times too low: first as it is, then with AutoLR."
     )
-    ends: dict[Method, dict[str, Any]] = {}
-    jobs: dict[Method, Job] = {}
+    ends: dict[TrainMethod, dict[str, Any]] = {}
+    jobs: dict[TrainMethod, Job] = {}
     for method, name in RUNS.items():
-        settings = Settings(SMALL, method=method, lr=lr, steps=options.steps, interval=max(1, options.steps // 100))
+        settings = Settings(SMALL, method=method, lr=lr, steps=options.steps)
         jobs[method] = prepare(settings, options.replicas, folder=out / method)
         with RunBar(console, name, options.steps) as bar:
             ends[method] = run(jobs[method], bar)
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if all(end["status"] == "done" for end in ends.values()) else 1
 
 
-def _table(ends: dict[Method, dict[str, Any]]) -> Table:
+def _table(ends: dict[TrainMethod, dict[str, Any]]) -> Table:
     table = Table(title="At the end")
     for column in ("run", "validation loss", "seconds"):
         table.add_column(column, justify="left" if column == "run" else "right")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from tyro.conf import Positional, arg
 
 from hdet.command_line import UsageError, parse
 from hdet.lab.reports.charts import Group, draw_all, write_pngs
-from hdet.lab.reports.page import Table, page
+from hdet.lab.reports.page import Table, facts_table, number, page
 from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs.folder import CONFIG, RunRecord
 
@@ -57,7 +56,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
         f"{', '.join(tasks)}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}",
         [_seed_table(groups), *([_summary_table(groups)] if len(runs) > len(groups) else [])],
         charts,
-        _facts_tables(runs),
+        [facts_table(run.folder.name, run.facts) for run in runs],
     )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,7 @@ def _seed_table(groups: Sequence[Group]) -> Table:
     )
     for group in groups:
         for run in group.runs:
-            values = [_number(_validation(run).get(name)) for name in figures]
+            values = [number(_validation(run).get(name)) for name in figures]
             undone = str(run.rounds[-1]["num_rollbacks"])
             seconds = f"{(run.end or run.rounds[-1])['time_s']:.0f}"
             table.rows.append([group.label, str(run.config["seed"]), *values, undone, run.status, seconds])
@@ -146,26 +145,10 @@ def _summary_table(groups: Sequence[Group]) -> Table:
         mean = statistics.fmean(seen) if len(seen) == len(losses) else None
         sd = statistics.stdev(seen) if len(seen) == len(losses) > 1 else None
         worst = max(seen) if len(seen) == len(losses) else None
-        numbers = [_number(value) for value in (mean, sd, min(seen, default=None), worst)]
+        numbers = [number(value) for value in (mean, sd, min(seen, default=None), worst)]
         table.rows.append([group.label, str(len(losses)), *numbers])
     return table
 
 
-def _facts_tables(runs: Sequence[RunRecord]) -> list[Table]:
-    tables = []
-    for run in runs:
-        facts = {**run.config, **{name: value for name, value in run.facts.items() if name != "config"}}
-        if isinstance(facts.get("hardware"), dict):
-            facts |= facts.pop("hardware")
-        table = Table(run.folder.name, ["what", "value"])
-        table.rows = [[name, ", ".join(map(str, v)) if isinstance(v, list) else str(v)] for name, v in facts.items()]
-        tables.append(table)
-    return tables
-
-
 def _validation(run: RunRecord) -> dict[str, float | None]:
     return dict((run.end or {}).get("validation", {}))
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4f}"

@@ -22,15 +22,16 @@ import torch.distributed as dist
 from rich.console import Console
 
 from hdet.checks import shown, whole
-from hdet.command_line import UsageError, parse
+from hdet.command_line import UsageError, parse, torchrun_rank
+from hdet.lab.recipes import make_torch_optimizer
 from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs import provenance
 from hdet.lab.runs.progress import RunBar, from_processes
-from hdet.lab.runs.settings import Settings, from_dict, make_optimizer, make_scheduler, open_task
+from hdet.lab.runs.settings import Settings, from_dict, make_scheduler, open_task
 from hdet.lab.runs.stopping import Stop
 from hdet.lab.runs.worker import Progress, cannot_continue, train
 from hdet.lab.tasks.base import Task
-from hdet.launch import ReplicaError, launch
+from hdet.launch import ReplicaError, launch, preload
 
 DAY_S = 86400.0
 # Where a run may differ from the one it continues: the data have a checksum.
@@ -65,8 +66,9 @@ def main(arguments: Sequence[str]) -> int:
     stored = None if folder is None else TrainOptions(**vars(from_dict(_unfinished(folder).config)))
     options = parse(TrainOptions, "train", arguments, default=stored)
     options.check()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _main_under_torchrun(options)
+    torchrun = torchrun_rank(options.replicas)
+    if torchrun is not None:
+        return _main_under_torchrun(options, *torchrun)
     job = prepare(options, options.replicas or 1, folder=options.out, resume=options.resume)
     console = Console(quiet=options.json)
     try:
@@ -113,6 +115,7 @@ def run(job: Job, bar: RunBar) -> dict[str, Any]:
         stop = Stop()
         with stop.on_signals(in_charge=True), _one_thread():
             return train(job.settings, job.folder, bar, stop, resume=job.resume)
+    preload(__name__, "torch.utils.tensorboard")
     stop = Stop(mp.get_context("forkserver").Event())
     with stop.on_signals(in_charge=True), from_processes(bar) as progress:
         try:
@@ -145,13 +148,7 @@ def replica(job: Job, progress: Progress, stop: Stop) -> dict[str, Any]:
         return train(job.settings, job.folder, progress, stop, resume=job.resume)
 
 
-def _main_under_torchrun(options: TrainOptions) -> int:
-    rank, num_replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if options.replicas not in (None, num_replicas):
-        raise UsageError(
-            f"--replicas must be left out or be the number of processes that torchrun has started, {num_replicas}, "
-            f"but got {options.replicas}"
-        )
+def _main_under_torchrun(options: TrainOptions, rank: int, num_replicas: int) -> int:
     _init_process_group(options.device, rank)
     try:
         job = _prepare_together(options, rank, num_replicas)
@@ -259,7 +256,7 @@ def _check_checkpoint(settings: Settings, task: Task, folder: Path) -> None:
         raise UsageError(
             f"the checkpoint of {folder} is of another model: {' '.join(str(error).split())[:200]}; start a new run"
         ) from None
-    optimizer = make_optimizer(settings, task, model)
+    optimizer = make_torch_optimizer(settings.optimizer, settings.lr, task, model)
     # Of hdet's schedulers only the processes can tell, which then refuse; torch's take whatever they are given.
     scheduler = make_scheduler(settings, optimizer, model) if settings.method == "fixed" else None
     try:

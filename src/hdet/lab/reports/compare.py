@@ -9,9 +9,8 @@ from typing import Protocol
 
 from matplotlib.axes import Axes
 
-from hdet.lab.experiment import number
 from hdet.lab.reports.charts import MARKERS, STYLES, Chart, colour, draw
-from hdet.lab.reports.page import Table
+from hdet.lab.reports.page import Table, number
 
 
 class Record(Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,20 @@ class Table:
     title: str
     heads: list[str]
     rows: list[list[str]] = field(default_factory=list)
+
+
+def number(value: float | None) -> str:
+    """For a table; a dash where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4f}"
+
+
+def facts_table(title: str, facts: Mapping[str, Any]) -> Table:
+    """What a run depended on: its ``config``, then everything else."""
+    rows = {**facts["config"], **{name: value for name, value in facts.items() if name != "config"}}
+    if isinstance(rows.get("hardware"), dict):
+        rows |= rows.pop("hardware")
+    texts = [[k, ", ".join(map(str, v)) if isinstance(v, (list, tuple)) else str(v)] for k, v in rows.items()]
+    return Table(title, ["what", "value"], texts)
 
 
 def page(title: str, tables: Sequence[Table], charts: Sequence[Chart], details: Sequence[Table]) -> str:

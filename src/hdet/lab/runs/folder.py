@@ -54,16 +54,19 @@ class RunRecord:
 
 def create(folder: Path, facts: Mapping[str, Any]) -> None:
     """A new run folder; one that exists is refused."""
+    make_folder(folder, f", or go on with --resume {folder}")
+    _replace(folder / CONFIG, (json.dumps(plain(facts), indent=2, allow_nan=False) + "\n").encode())
+    (folder / METRICS).touch()
+
+
+def make_folder(folder: Path, remedy: str = "") -> None:
+    """Make the new folder that --out names; ``remedy`` is what else to do where it exists."""
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
-        raise UsageError(
-            f"--out must be a new folder, but {folder} exists; choose another, or go on with --resume {folder}"
-        ) from None
+        raise UsageError(f"--out must be a new folder, but {folder} exists; choose another{remedy}") from None
     except OSError as error:
         raise UsageError(f"--out must be a folder that can be created, but {folder} cannot: {error.strerror}") from None
-    _replace(folder / CONFIG, (json.dumps(plain(facts), indent=2, allow_nan=False) + "\n").encode())
-    (folder / METRICS).touch()
 
 
 def read(folder: Path | str) -> RunRecord:

@@ -11,19 +11,25 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler
 from tyro.conf import Positional, arg
 
 from hdet import AutoLR, OneCycleAutoLR, knobs
 from hdet.checks import LARGEST, number, shown, whole
-from hdet.command_line import UsageError
+from hdet.command_line import Options, UsageError
 from hdet.controllers import PaperController
-from hdet.lab.recipes import schedule_table
+from hdet.lab.recipes import (
+    PEAK_SHARE,
+    ScheduleName,
+    TorchOptimizerName,
+    TrainMethod,
+    default_interval,
+    make_schedule,
+)
 from hdet.lab.tasks import TASKS, load_task, stdlib_gpt
-from hdet.lab.tasks.base import Task, param_groups
+from hdet.lab.tasks.base import Task
 from hdet.signals.probe import Probe
 
-Method = Literal["fixed", "paper", "gradient", "loss"]
 KnobName = Literal["weight_decay", "momentum", "beta2", "eps"]
 KNOBS: dict[KnobName, tuple[Callable[[], knobs.Knob], tuple[str, ...]]] = {
     "weight_decay": (knobs.WeightDecay, ("adamw",)),
@@ -32,25 +38,68 @@ KNOBS: dict[KnobName, tuple[Callable[[], knobs.Knob], tuple[str, ...]]] = {
     "eps": (knobs.Epsilon, ("adam", "adamw")),
 }
 """Name to what makes the knob, and the optimizers that have it above 0."""
-PEAK_SHARE = 0.1  # of a one-cycle run until its peak, as in schedule_table
 MAX_STEPS = 100_000_000  # schedules are tables
 SMALL = "small-gpt"
 TASK_NAMES = (*TASKS, SMALL)
 
 
+class RunOptions(Options):
+    """Checks that all commands that train have in common."""
+
+    task: str
+    schedule: ScheduleName
+    steps: int | None
+    interval: int | None
+    spread: float
+    device: str
+
+    def check(self) -> None:
+        """Raise UsageError for values that no run can have, before anything is loaded."""
+        if self.task not in TASK_NAMES:
+            raise UsageError(f"TASK must be one of {', '.join(TASK_NAMES)}, but got {self.task!r}")
+        self.require("spread", "in (0, 1)", 0 < self.spread < 1)
+        for name in ("steps", "interval"):
+            self.require(name, "an integer >= 1", getattr(self, name) is None or getattr(self, name) >= 1)
+        self.require("steps", "at most 100,000,000", (self.steps or 1) <= MAX_STEPS)
+        self.require("device", "cpu or cuda", self.device in ("cpu", "cuda"))
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda needs a GPU that torch can use, but there is none; use --device cpu")
+
+    def check_run(self, task: Task, num_steps: int, num_replicas: int, *, seed: int = 0) -> None:
+        """The same for what only the task can tell."""
+        check_rows(task, "--steps", num_steps, seed=seed)
+        if self.schedule == "one-cycle" and PEAK_SHARE * num_steps <= 1:
+            raise UsageError(
+                f"--steps must be more than {1 / PEAK_SHARE:.0f} for the schedule one-cycle to have a peak, "
+                f"but got {num_steps}; take more, or another --schedule"
+            )
+        if task.batch_rows % num_replicas:
+            raise UsageError(
+                f"--replicas must divide the {task.batch_rows} rows of a batch of {task.name}, but got {num_replicas}"
+            )
+
+
+def check_rows(task: Task, option: str, num_steps: int, *, seed: int = 0) -> None:
+    """Raise UsageError where the task has no data for so many steps."""
+    try:
+        task.rows(num_steps - 1, seed=seed)
+    except ValueError as error:
+        raise UsageError(f"{option} must not go beyond the data of {task.name}, but got {num_steps}: {error}") from None
+
+
 @dataclass(frozen=True)
-class Settings:
+class Settings(RunOptions):
     """One run."""
 
     task: Annotated[str, Positional, arg(metavar="TASK")]
     """What to train: stdlib-gpt, small-gpt, or one with data of its own."""
-    method: Method = "gradient"
+    method: TrainMethod = "gradient"
     """The fixed schedule, the paper's controller, or AutoLR with the gradient or the loss signal."""
     lr: float = 1e-3
     """Peak of the schedule; for all methods but fixed a starting point."""
-    schedule: Literal["one-cycle", "cosine", "wsd", "constant"] = "one-cycle"
+    schedule: ScheduleName = "one-cycle"
     """Shape of the learning rate over the run."""
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    optimizer: TorchOptimizerName = "adam"
     """Adam (.9, .95), AdamW with weight decay .1, SGD with momentum .9."""
     replicas: int | None = None
     """Processes to start, each a replica; default 1. Under torchrun the processes there are."""
@@ -78,42 +127,24 @@ class Settings:
         return {**values, "data": str(self.data), "knobs": list(self.knobs)}
 
     def check(self) -> None:
-        """Raise UsageError for values that no run can have, before anything is loaded."""
-        if self.task not in TASK_NAMES:
-            raise UsageError(f"TASK must be one of {', '.join(TASK_NAMES)}, but got {self.task!r}")
-        self._require("lr", "a finite number > 0", 0 < self.lr < math.inf)
-        self._require("spread", "in (0, 1)", 0 < self.spread < 1)
-        self._require("seed", "an integer from 0 to 2^53", 0 <= self.seed <= LARGEST)
-        self._require("checkpoint_s", "a number >= 0", self.checkpoint_s >= 0)
-        for name in ("replicas", "steps", "interval"):
-            self._require(name, "an integer >= 1", getattr(self, name) is None or getattr(self, name) >= 1)
-        self._require("steps", "at most 100,000,000", (self.steps or 1) <= MAX_STEPS)
+        super().check()
+        self.require("lr", "a finite number > 0", 0 < self.lr < math.inf)
+        self.require("seed", "an integer from 0 to 2^53", 0 <= self.seed <= LARGEST)
+        self.require("checkpoint_s", "a number >= 0", self.checkpoint_s >= 0)
+        self.require("replicas", "an integer >= 1", self.replicas is None or self.replicas >= 1)
         self._check_knobs()
-        self._require("device", "cpu or cuda", self.device in ("cpu", "cuda"))
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("--device cuda needs a GPU that torch can use, but there is none; use --device cpu")
 
     def resolve(self, task: Task, num_replicas: int) -> Settings:
         """The settings with every default filled in, checked against the task."""
         steps = self.steps or task.total_steps
-        try:
-            task.rows(steps - 1, seed=self.seed)
-        except ValueError as error:
-            raise UsageError(f"--steps must not go beyond the data of {task.name}, but got {steps}: {error}") from None
-        if self.schedule == "one-cycle" and PEAK_SHARE * steps <= 1:
+        self.check_run(task, steps, num_replicas, seed=self.seed)
+        compared = f"--method {self.method}" if self.method in ("paper", "loss") else ""
+        if self.knobs:
+            compared = compared or f"--knobs {' '.join(self.knobs)}"
+        if compared and num_replicas < 2:
             raise UsageError(
-                f"--steps must be more than {1 / PEAK_SHARE:.0f} for the schedule one-cycle to have a peak, "
-                f"but got {steps}; take more, or another --schedule"
-            )
-        if self.method in ("paper", "loss") and num_replicas < 2:
-            raise UsageError(
-                f"--method {self.method} compares replicas and needs at least 2 processes, but got {num_replicas}; "
+                f"{compared} compares replicas and needs at least 2 processes, but got {num_replicas}; "
                 "add --replicas 4, or start with torchrun"
-            )
-        if self.knobs and num_replicas < 2:
-            raise UsageError(
-                f"--knobs {' '.join(self.knobs)} compares replicas and needs at least 2 processes, but got "
-                f"{num_replicas}; add --replicas 4, or start with torchrun"
             )
         if self.needs_probe:
             try:
@@ -123,12 +154,7 @@ class Settings:
                     f"--knobs weight_decay is judged by the batch after the run's last, but {task.name} has none after "
                     f"--steps {steps}: {error}; take fewer"
                 ) from None
-        if task.batch_rows % num_replicas:
-            raise UsageError(
-                f"--replicas must divide the {task.batch_rows} rows of a batch of {task.name}, but got {num_replicas}"
-            )
-        interval = self.interval or max(1, min(1000, steps // 100))
-        return replace(self, replicas=num_replicas, steps=steps, interval=interval)
+        return replace(self, replicas=num_replicas, steps=steps, interval=self.interval or default_interval(steps))
 
     @property
     def needs_probe(self) -> bool:
@@ -136,7 +162,7 @@ class Settings:
         return "weight_decay" in self.knobs
 
     def _check_knobs(self) -> None:
-        self._require("knobs", "different names", len(set(self.knobs)) == len(self.knobs))
+        self.require("knobs", "different names", len(set(self.knobs)) == len(self.knobs))
         if self.knobs and self.method == "fixed":
             raise UsageError(
                 f"--knobs {' '.join(self.knobs)} needs a method that learns, but got --method fixed; "
@@ -146,20 +172,14 @@ class Settings:
             optimizers = KNOBS[name][1]
             if self.optimizer not in optimizers:
                 raise UsageError(
-                    f"--knobs {name} is there with --optimizer {' or '.join(optimizers)}, "
-                    f"but got --optimizer {self.optimizer}"
+                    f"--knobs {name} needs --optimizer {' or '.join(optimizers)}, but got --optimizer {self.optimizer}"
                 )
-
-    def _require(self, name: str, rule: str, ok: bool) -> None:
-        if not ok:
-            value = getattr(self, name)
-            said = " ".join(value) if isinstance(value, tuple) else repr(value)
-            raise UsageError(f"--{name.replace('_', '-')} must be {rule}, but got {said}")
 
 
 def from_dict(values: Mapping[str, Any]) -> Settings:
     """The inverse of :meth:`Settings.as_dict`; UsageError where the values are not those of one."""
-    kinds = get_type_hints(Settings)
+    hints = get_type_hints(Settings)
+    kinds = {field.name: hints[field.name] for field in fields(Settings)}
     values = {"knobs": [], **values}  # older runs have none
     for name in (*kinds, *values):
         if name not in values:
@@ -213,16 +233,6 @@ def open_task(name: str, data: Path, options: Mapping[str, Any] | None = None) -
         raise UsageError(str(error)) from None
 
 
-def make_optimizer(settings: Settings, task: Task, model: nn.Module) -> Optimizer:
-    """The torch counterpart of the optimizers that sweeps use."""
-    groups = param_groups(task, model)
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=0.9)
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    return torch.optim.Adam(groups, lr=settings.lr, betas=(0.9, 0.95))
-
-
 def make_scheduler(
     settings: Settings, optimizer: Optimizer, model: nn.Module, probe: Probe | None = None
 ) -> AutoLR | OneCycleAutoLR | LRScheduler:
@@ -246,7 +256,7 @@ def make_scheduler(
             seed=settings.seed,
             **explored,
         )
-    plain = _make_schedule(settings.schedule, settings.lr, steps, optimizer)
+    plain = make_schedule(settings.schedule, optimizer, settings.lr, steps)
     if settings.method == "fixed":
         return plain
     common: dict[str, Any] = {"interval": interval, "total_steps": steps, "spread": settings.spread, "model": model}
@@ -267,10 +277,3 @@ def make_scheduler(
             **common,
         )
     return AutoLR(plain, signal=settings.method, seed=settings.seed, **common)
-
-
-def _make_schedule(name: str, lr: float, steps: int, optimizer: Optimizer) -> LRScheduler:
-    if name == "one-cycle":
-        return OneCycleLR(optimizer, lr, steps, pct_start=PEAK_SHARE, cycle_momentum=False)
-    table = schedule_table(name, steps).tolist()
-    return LambdaLR(optimizer, lambda step: table[min(step, steps - 1)])  # torch asks for the step after the last too

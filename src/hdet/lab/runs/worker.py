@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hdet import AutoLR, OneCycleAutoLR
 from hdet.command_line import UsageError
 from hdet.engine.rollback import BrokenError
+from hdet.lab.recipes import make_torch_optimizer
 from hdet.lab.runs import folder as run_folder
-from hdet.lab.runs.settings import Settings, make_optimizer, make_scheduler, open_task
+from hdet.lab.runs.settings import Settings, make_scheduler, open_task
 from hdet.lab.runs.stopping import Stop
+from hdet.lab.tasks.base import batch_of
 from hdet.signals.probe import Probe
 
 
@@ -61,7 +63,7 @@ class _Run:
         self.task = open_task(settings.task, settings.data).to(self.device)
         self.model = self.task.build(settings.seed).to(self.device)
         self.wrapped: nn.Module = DistributedDataParallel(self.model) if self.is_distributed else self.model
-        self.optimizer = make_optimizer(settings, self.task, self.model)
+        self.optimizer = make_torch_optimizer(settings.optimizer, settings.lr, self.task, self.model)
         self.scheduler = make_scheduler(settings, self.optimizer, self.model, self._make_probe())
         self.board = _Board(folder) if self.rank == 0 else None
         self.total: Tensor = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -106,13 +108,13 @@ class _Run:
 
     def _loss(self, step: int) -> Tensor:
         seed, rank, count = self.settings.seed, self.rank, self.num_replicas
-        return self.task.loss(self.wrapped, self.task.batch(step, seed=seed, replica=rank, num_replicas=count))
+        return self.task.loss(self.wrapped, batch_of(self.task, step, seed=seed, replica=rank, num_replicas=count))
 
     def _make_probe(self) -> Probe | None:
         if not self.settings.needs_probe:
             return None
         # The batch that would come next, whole and the same on every replica. Not the validation set, which reports.
-        batch = self.task.batch(self.steps, seed=self.settings.seed)
+        batch = batch_of(self.task, self.steps, seed=self.settings.seed)
         return lambda: self.task.loss(self.model, batch)
 
     def _end_round(self, step: int) -> tuple[bool, bool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hdet.checks import FloatArray
 from hdet.controllers import Controller, PaperController
 from hdet.engine.rollback import CUT, Budget
+from hdet.lab.recipes import SweepMethod as Method
 from hdet.lab.recipes import make_optimizer, schedule_table
 from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.inputs import row_table, warm_noise
@@ -29,7 +30,6 @@ from hdet.policy.steering import Steering
 from hdet.schedulers._build import FIRST_SCALES, make_evidence_controller
 from hdet.signals.gradient import mean_and_error
 
-Method = Literal["fixed", "local", "spread", "anchored", "paper", "loss", "gradient"]
 Checkpoints = Mapping[int, Mapping[str, Tensor]]
 
 MAX_ROLLBACKS = 20

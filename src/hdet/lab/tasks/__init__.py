@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hdet.lab.tasks.base import Batch, Task, split_rows
+from hdet.lab.tasks.base import Batch, Task, batch_of, split_rows
 from hdet.lab.tasks.fashion import FashionTask
 from hdet.lab.tasks.feed import FeedTask
 from hdet.lab.tasks.quadratic import QuadraticTask
@@ -20,6 +20,7 @@ __all__ = [
     "QuadraticTask",
     "Task",
     "TextTask",
+    "batch_of",
     "load_task",
     "shakespeare_gpt",
     "shakespeare_gpt_10m",

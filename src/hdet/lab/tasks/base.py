@@ -52,10 +52,6 @@ class Task(Protocol):
         """The data of ``rows``; every tensor starts with the shape of ``rows``."""
         ...
 
-    def batch(self, step: int, *, seed: int = 0, replica: int = 0, num_replicas: int = 1) -> Batch:
-        """One replica's part of a step's global batch."""
-        ...
-
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Mean training loss over the rows of ``batch``, a scalar."""
         ...
@@ -76,6 +72,11 @@ def split_rows(rows: Tensor, num_replicas: int) -> Tensor:
     if len(rows) % num_replicas:
         raise ValueError(f"num_replicas ({num_replicas}) must divide the {len(rows)} rows of a global batch")
     return rows.view(-1, num_replicas).T
+
+
+def batch_of(task: Task, step: int, *, seed: int = 0, replica: int = 0, num_replicas: int = 1) -> Batch:
+    """One replica's part of a step's global batch."""
+    return task.gather(split_rows(task.rows(step, seed=seed), num_replicas)[replica])
 
 
 def random_rows(num_rows: int, size: int, *, seed: int, step: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from hdet.lab.models.resnet import ResNet
-from hdet.lab.tasks.base import Batch, decay_groups, evaluation_mode, random_rows, split_rows
+from hdet.lab.tasks.base import Batch, decay_groups, evaluation_mode, random_rows
 from hdet.lab.tasks.download import check_sha256, read_or_download
 
 URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
@@ -93,9 +93,6 @@ class FashionTask:
         rows = rows.to(self.labels.device)
         image, variant = rows % len(self.labels), rows // len(self.labels)
         return self.images.flatten(1)[image[..., None, None], self.pixels[variant]], self.labels[image]
-
-    def batch(self, step: int, *, seed: int = 0, replica: int = 0, num_replicas: int = 1) -> Batch:
-        return self.gather(split_rows(self.rows(step, seed=seed), num_replicas)[replica])
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         images, labels = batch

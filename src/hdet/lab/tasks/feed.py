@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from hdet.lab.models.feed import FeedModel
-from hdet.lab.tasks.base import Batch, split_rows
+from hdet.lab.tasks.base import Batch
 from hdet.lab.tasks.feed_data import LABELS, load_feed
 
 
@@ -97,9 +97,6 @@ class FeedTask:
         rows = rows.to(data.item.device)
         user = data.user[rows]
         return data.fields[rows].long(), data.item[rows], data.past[user], data.behaviour[user], data.labels[rows]
-
-    def batch(self, step: int, *, seed: int = 0, replica: int = 0, num_replicas: int = 1) -> Batch:
-        return self.gather(split_rows(self.rows(step, seed=seed), num_replicas)[replica])
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Sum over the labels of their binary cross-entropy."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hdet.lab.tasks.base import Batch, random_rows, split_rows
+from hdet.lab.tasks.base import Batch, random_rows
 
 
 class Point(nn.Module):
@@ -88,9 +88,6 @@ class QuadraticTask:
 
     def gather(self, rows: Tensor) -> Batch:
         return (self.draws[rows.to(self.draws.device)],)
-
-    def batch(self, step: int, *, seed: int = 0, replica: int = 0, num_replicas: int = 1) -> Batch:
-        return self.gather(split_rows(self.rows(step, seed=seed), num_replicas)[replica])
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         offset = model() - self.optimum

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet.lab.models.gpt import GPT, next_token_loss
-from hdet.lab.tasks.base import Batch, decay_groups, random_rows, split_rows
+from hdet.lab.tasks.base import Batch, decay_groups, random_rows
 from hdet.lab.tasks.download import check_sha256, read_or_download
 
 STDLIB_BYTES = 4_000_000
@@ -86,9 +87,6 @@ class TextTask:
         """A row is where a sequence starts."""
         return (self.text[rows.to(self.text.device).unsqueeze(-1) + self._window].long(),)
 
-    def batch(self, step: int, *, seed: int = 0, replica: int = 0, num_replicas: int = 1) -> Batch:
-        return self.gather(split_rows(self.rows(step, seed=seed), num_replicas)[replica])
-
     def loss(self, model: Any, batch: Batch) -> Tensor:
         return next_token_loss(model, *batch)
 
@@ -108,14 +106,21 @@ def stdlib_gpt(folder: str | Path | None = None, *, max_bytes: int = STDLIB_BYTE
         **sizes: as in :class:`TextTask`.
     """
     root = Path(folder or sysconfig.get_paths()["stdlib"])
-    paths = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
     text = bytearray()
-    for path in paths:
-        if len(text) < max_bytes and not _SKIPPED_FOLDERS.intersection(path.split("/")):
+    for path in sorted(_sources(root)):
+        if len(text) < max_bytes:
             text += (root / path).read_bytes()
     if not text:
         raise FileNotFoundError(f"no Python source in {root}; this Python is installed without its library's source")
     return TextTask("stdlib-gpt", torch.frombuffer(text[:max_bytes], dtype=torch.uint8), 256, **sizes)
+
+
+def _sources(root: Path) -> Iterator[str]:
+    for folder, below, files in os.walk(root):
+        below[:] = set(below) - _SKIPPED_FOLDERS  # not entered: site-packages may hold tens of thousands of files
+        for name in files:
+            if name.endswith(".py"):
+                yield (Path(folder) / name).relative_to(root).as_posix()
 
 
 def shakespeare_gpt(
