@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, OneCycleAutoLR
 from hdet.launch import launch
 
 STEPS, INTERVAL = 100, 2
@@ -38,7 +38,8 @@ def _train(kind: str, signal: str, spread: float, *, stop: int = STEPS) -> dict[
     scheduler: AutoLR | OneCycleAutoLR
     if kind == "auto":
         plain = OneCycleLR(optimizer, 1e-3, STEPS, cycle_momentum=False)
-        scheduler = AutoLR(plain, signal=signal, interval=INTERVAL, spread=spread or 0.1, scale_bounds=(1e-4, 1e4))  # type: ignore[arg-type]
+        adapt = Adapt(spread=spread or 0.1)
+        scheduler = AutoLR(plain, signal=signal, interval=INTERVAL, adapt=adapt)  # type: ignore[arg-type]
     else:
         scheduler = _one_cycle(optimizer, signal, spread)
     generator = torch.Generator().manual_seed(rank)

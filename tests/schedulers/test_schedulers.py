@@ -330,8 +330,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, r"seed must be an integer >= 0, but got seed=1\.5"),
     ({"decay": "cosine"}, r'decay must be one of "schedule", "floor", "printed", but got decay=\'cosine\''),
     ({"decay": "floor"}, r"decay='floor' is the decay of the auto-LR phase; set enable_auto_lr=True"),
-    ({"lr_scale_bounds": (2.0, 3.0)}, r"lr_scale_bounds must be a pair \(low, high\) with 0 < low <= 1 <= high < inf"),
-    ({"lr_scale_bounds": 3.0}, r"lr_scale_bounds must be a pair"),
     ({**AUTO, "auto_lr_warmup_steps": 40}, r"must be smaller than the 40 total steps .*auto_lr_warmup_steps=40"),
     ({**AUTO, "auto_lr_warmup_steps": 99}, r"must be smaller than the 40 total steps .*lower it, e\.g\. to 8"),
     (

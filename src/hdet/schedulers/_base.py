@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 from hdet.checks import numbers_of, shown, whole
 from hdet.engine.rounds import RoundLoop
 from hdet.history import RoundRecord
-from hdet.schedulers._options import MAX_LR
+from hdet.schedulers._common import MAX_LR
 from hdet.schedulers._torch_state import LRS, MOMENTA
 from hdet.signals.loss import Loss
 
@@ -240,7 +240,7 @@ class RoundFace:
 
         optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
-        watches = loop.anchor is not None or loop.rollback is not None or loop.operations.skip_nonfinite
+        watches = loop.anchor is not None or loop.rollback is not None or loop.faults.skip_nonfinite
         # A compiled step must not trace these: what they count would have to be compiled anew in every step.
         if watches or loop.apart:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
