@@ -92,3 +92,21 @@ def test_wrong_arguments(settings: dict[str, Any], text: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(ValueError, match=text):
         OneCycleAutoLR(optimizer, 0.1, 100, cycle_momentum=False, **settings)
+
+
+def test_looking_at_learning_rates_changes_nothing() -> None:
+    weights = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
+    scheduler = OneCycleAutoLR(optimizer, 0.1, 200, model_sync_interval=2, signal="gradient", adapt=Adapt(gated=True))
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = weights.square().sum()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        scheduler.step(loss)
+    scheduler.last_epoch += 1  # as where a subclass asks for the learning rates of another step
+    before = repr((scheduler.state_dict(), optimizer.param_groups, scheduler._schedule_lrs))
+    with pytest.warns(UserWarning, match="get_last_lr"):
+        looks = [scheduler.get_lr() for _ in range(3)]
+    assert repr((scheduler.state_dict(), optimizer.param_groups, scheduler._schedule_lrs)) == before
+    assert looks[0] == looks[1] == looks[2]

@@ -197,6 +197,11 @@ class RoundLoop:
         if len(self.board):
             self.board.write(self.steering.positions(None if at_base else self._index))
 
+    @property
+    def at_base(self) -> bool:
+        """Whether knobs stand at their base values: training has ended, or a block shows the mean."""
+        return self.finished or self._inside_converged
+
     def before_optimizer_step(self) -> None:
         """Set the anchor in the first step, when the weights are what training starts from; sample the gradient."""
         if _is_rehearsal(self.optimizer):

@@ -77,7 +77,7 @@ class HDETCallback(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         configs = trainer.strategy.lr_scheduler_configs
         hdet = self._hdet
-        if hdet._rounds.finished or any(config.scheduler is hdet for config in configs):
+        if hdet.finished or any(config.scheduler is hdet for config in configs):
             return
         hdet.finish()  # nobody steps it any more, so replicas would stay apart
         found = [type(config.scheduler).__name__ for config in configs]

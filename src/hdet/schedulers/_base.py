@@ -92,6 +92,16 @@ class RoundFace:
         return self._rounds.history
 
     @property
+    def finished(self) -> bool:
+        """Whether training has ended: at ``total_steps``, or by :meth:`finish`."""
+        return self._rounds.finished
+
+    @property
+    def weights_apart(self) -> bool:
+        """Whether the weights on this rank are one replica's own, not the mean of all."""
+        return self._rounds.weights_apart(self.last_epoch)
+
+    @property
     def _rounds(self) -> RoundLoop:
         assert self._loop is not None
         if len(self.optimizer.param_groups) != len(self._loop.knob_of_group):
@@ -144,7 +154,7 @@ class RoundFace:
                 optimizer.param_groups = groups
 
     def _warn_if_apart(self) -> None:
-        if self._rounds.weights_apart(self.last_epoch):
+        if self.weights_apart:
             warnings.warn(
                 f"state_dict() at step {self.last_epoch}, where replicas are apart: weights saved now are this "
                 "replica's alone. Save inside `with scheduler.converged():`, or call scheduler.converge() first",

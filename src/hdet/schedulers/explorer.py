@@ -200,7 +200,7 @@ class Explorer(RoundFace):
         if self._explores_lr:
             loop = self._rounds
             scales = loop.steering.scales[loop.knob_of_group].tolist()
-            factors = scales if loop.finished or loop._inside_converged else loop.factors
+            factors = scales if loop.at_base else loop.factors
             lrs = loop.of_all(self._base_lrs)
             for group, lr, factor in zip(self.optimizer.param_groups, lrs, factors, strict=True):
                 write_lr(group, float(lr * factor))

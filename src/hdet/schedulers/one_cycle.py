@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR, _warn_get_lr_called_within_step
 
 from hdet.checks import mapping_of
 from hdet.controllers import PaperController
@@ -214,22 +214,38 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
     # -- the schedule -------------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float | Tensor]:
-        """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
+        """This replica's learning rate of each param group: schedule x learned scale x multiplier. A pure read."""
+        _warn_get_lr_called_within_step(self)  # as torch does
+        lrs = self._torch_lrs(self.last_epoch) if self._schedule_lrs is None else list(self._schedule_lrs)
+        loop = self._loop
+        if loop is None:
+            return lrs
+        lrs = loop.of_all(lrs)
+        # One replica has no spread, but may go on with the scale that several have learned.
+        if not loop.active and all(factor == 1 for factor in loop.factors):
+            return lrs
+        return [lr * factor for lr, factor in zip(lrs, loop.factors, strict=True)]
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        """Take the schedule to a step, the next one by default, and write the learning rates.
+
+        Every way that torch has of moving a schedule comes through here.
+        """
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        self._move_schedule()
+        super()._update_lr(self.last_epoch)
+
+    def _move_schedule(self) -> None:
+        """What the schedule alone gives now, the momentum included; tell the gate by how much it rose."""
         with self._scheduled_groups() as groups:
-            lrs = super().get_lr()
+            lrs = self._torch_lrs(self.last_epoch, cycle_momentum=self.cycle_momentum)
             if self._decay != "schedule" and self.last_epoch > self._decay_from:
                 lrs = self._geometric_lrs()
         old, self._schedule_lrs = self._schedule_lrs, lrs
-        if self._loop is None:
-            return lrs
-        follow_momentum(self, self.optimizer.param_groups, len(groups))
-        if old is not None and self._loop.gated:
-            self._loop.schedule_moved(old, lrs)
-        lrs = self._loop.of_all(lrs)
-        # One replica has no spread, but may go on with the scale that several have learned.
-        if not self._loop.active and all(factor == 1 for factor in self._loop.factors):
-            return lrs
-        return [lr * factor for lr, factor in zip(lrs, self._loop.factors, strict=True)]
+        if self._loop is not None:
+            follow_momentum(self, self.optimizer.param_groups, len(groups))
+            if old is not None and self._loop.gated:
+                self._loop.schedule_moved(old, lrs)
 
     def _first_lr(self) -> float:
         return float(self._schedule_lrs[0]) if self._schedule_lrs else 0.0
@@ -249,10 +265,10 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             lrs.append(start * math.exp(-math.log(ratio) * progress))
         return lrs
 
-    def _torch_lrs(self, step: float) -> list[float | Tensor]:
-        """OneCycleLR's learning rates at ``step``, without get_lr's side effect on the momentum."""
+    def _torch_lrs(self, step: float, *, cycle_momentum: bool = False) -> list[float | Tensor]:
+        """OneCycleLR's learning rates at ``step``; it writes the momentum of that step too where it may."""
         kept = {key: getattr(self, key) for key in ("cycle_momentum", "last_epoch", "_get_lr_called_within_step")}
-        self.__dict__.update(cycle_momentum=False, last_epoch=step, _get_lr_called_within_step=True)
+        self.__dict__.update(cycle_momentum=cycle_momentum, last_epoch=step, _get_lr_called_within_step=True)
         try:
             with self._scheduled_groups():
                 return super().get_lr()
