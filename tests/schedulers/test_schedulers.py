@@ -339,7 +339,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**AUTO, "decay": "printed"}, r"must not grow the learning rate.*final_div_factor / div_factor = 400 .*floor"),
     ({"max_lr": [0.1, 0.1, 0.1]}, r"max_lr must have the same length as optimizer\.param_groups.*has 3 values"),
     ({"total_steps": None}, r"You must define either total_steps OR \(epochs AND steps_per_epoch\)"),
-    ({"total_steps": 0}, r"Expected positive integer total_steps, but got 0"),
+    *(({"total_steps": n}, rf"Expected positive integer total_steps, but got {n}") for n in (0, -1, -2, -3)),
     ({"total_steps": None, "epochs": 0, "steps_per_epoch": 3}, r"Expected positive integer epochs, but got 0"),
     ({"pct_start": 1.5}, r"Expected float between 0 and 1 pct_start, but got 1\.5"),
     ({"anneal_strategy": "step"}, r"anneal_strategy must be one of 'cos' or 'linear', instead got step"),
