@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from hdet import AutoLR, Explorer, knobs
+from hdet import Adapt, AutoLR, Averaging, Explorer, Faults, knobs
 from hdet.lab.models.gpt import Attention
 from hdet.lab.tasks import load_task
 from hdet.lab.tasks.base import batch_of, param_groups
@@ -102,7 +102,7 @@ def regression(run: Run) -> Run:
     if is_explored:
         explorer = AutoLR(
             schedule, model=wrapped, total_steps=steps, interval=interval, signal="loss", knobs=[knobs.WeightDecay()],
-            probe=lambda: loss_on(held_x, held_y), start_steps=0,
+            probe=lambda: loss_on(held_x, held_y), adapt=Adapt(start_steps=0),
         )  # fmt: skip
     for _ in range(steps):
         i = draw()
@@ -176,7 +176,8 @@ def temperature(run: Run) -> Run:
         )
         probe_batch = batch_of(task, 10**6, seed=run["seed"])
         explorer = Explorer(
-            wrapped, optimizer, knobs=[knob], interval=interval, total_steps=steps, start_steps=steps // 20,
+            wrapped, optimizer, knobs=[knob], interval=interval, total_steps=steps,
+            adapt=Adapt(start_steps=steps // 20),
             probe=(lambda: task.loss(model, probe_batch)) if run["method"] == "explored" else None,
         )  # fmt: skip
     for step in range(steps):
@@ -250,7 +251,7 @@ def images(run: Run) -> Run:
     explorer = Explorer(
         model, optimizer, knobs=explored, interval=interval, gradients="local", total_steps=steps,
         probe=None if naive or not explored else lambda: F.cross_entropy(model(held[0]), held[1]),
-        rollback=False, optimizer_state="average",
+        faults=Faults(rollback=False), averaging=Averaging(optimizer_state="average"),
     )  # fmt: skip
     for _ in range(steps):
         i = draw()
@@ -308,7 +309,12 @@ def groups(run: Run) -> Run:
     steps = task.total_steps
     optimizer = torch.optim.Adam(param_groups(task, model), lr=run["lr"], betas=(0.9, 0.95))
     schedule = OneCycleLR(optimizer, run["lr"], steps, pct_start=0.1, cycle_momentum=False)
-    scheduler = AutoLR(schedule, model=model, interval=max(1, steps // 100), together=run["method"] == "together")
+    scheduler = AutoLR(
+        schedule,
+        model=model,
+        interval=max(1, steps // 100),
+        adapt=Adapt(groups="together" if run["method"] == "together" else "each"),
+    )
     for step in range(steps):
         loss = task.loss(model, batch_of(task, step, seed=run["seed"]))
         optimizer.zero_grad()

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 
-from hdet import AutoLR, Explorer, Operations
+from hdet import AutoLR, Averaging, Explorer, Faults
 from hdet.launch import launch
 from hdet.policy.quarantine import Quarantine, QuarantineState
-from hdet.weights.outer import OuterStep
 
 MEETINGS: dict[str, dict[str, Any] | None] = {
     "never": None,
@@ -62,9 +61,8 @@ def time_rounds(device: str, width: int, depth: int, rows: int, interval: int, r
         model, optimizer = _make(width, depth, device)
         explorer = None
         if options is not None:
-            operations = Operations(**options)
-            explorer = Explorer(model, optimizer, interval=interval, gradients="local", rollback=False,
-                                operations=operations)  # fmt: skip
+            explorer = Explorer(model, optimizer, interval=interval, gradients="local", faults=Faults(rollback=False),
+                                averaging=Averaging(**options))  # fmt: skip
         runs[name] = (model, optimizer, explorer)
     x = torch.randn(rows, width, device=device)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -120,9 +118,9 @@ def memory_curve(face: str, device: str, rounds: int, width: int = 500) -> list[
         signal: Any = face
         scheduler: AutoLR | Explorer = AutoLR(plain, signal=signal, interval=interval, model=model)
     else:
-        operations = Operations(overlap=face == "overlap", quarantine=20)
-        scheduler = Explorer(model, optimizer, interval=interval, gradients="local", operations=operations,
-                             outer=OuterStep("nesterov" if face == "nesterov" else "mean"))  # fmt: skip
+        averaging = Averaging(outer="nesterov" if face == "nesterov" else "mean", overlap=face == "overlap")
+        scheduler = Explorer(model, optimizer, interval=interval, gradients="local", faults=Faults(quarantine=20),
+                             averaging=averaging)  # fmt: skip
     x, curve = torch.randn(16, width, device=device), []
     for _ in range(rounds):
         if device != "cpu":

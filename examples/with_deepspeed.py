@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hdet import Adapt
 from hdet.integrations.deepspeed import attach
 
 deepspeed.init_distributed("gloo")
@@ -26,7 +27,7 @@ engine, *_ = deepspeed.initialize(
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     },
 )
-scheduler = attach(engine, signal="loss", spread=0.2, interval=4)
+scheduler = attach(engine, signal="loss", adapt=Adapt(spread=0.2), interval=4)
 
 data = torch.Generator().manual_seed(dist.get_rank())  # each replica sees its own part of the data
 for _micro_step in range(200):

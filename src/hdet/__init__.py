@@ -2,10 +2,21 @@
 
 from hdet import knobs
 from hdet.history import RoundRecord
-from hdet.operations import Operations
+from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers import AutoLR, OneCycleAutoLR
 from hdet.schedulers.explorer import Explorer
 from hdet.warm_start import warm_noisy_init
 
-__all__ = ["AutoLR", "Explorer", "OneCycleAutoLR", "Operations", "RoundRecord", "knobs", "warm_noisy_init"]
+__all__ = [
+    "Adapt",
+    "AutoLR",
+    "Averaging",
+    "Copies",
+    "Explorer",
+    "Faults",
+    "OneCycleAutoLR",
+    "RoundRecord",
+    "knobs",
+    "warm_noisy_init",
+]
 __version__ = "0.1.0"

@@ -41,10 +41,14 @@ def number(value: Any) -> float:
     return found if math.isfinite(found) else math.nan
 
 
+def is_whole(value: Any) -> bool:
+    """Whether the value is an integer that can be counted to."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and abs(int(value)) <= LARGEST
+
+
 def whole(value: Any) -> int:
-    """The value, or -2 where it is not an integer that can be counted to."""
-    fine = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and abs(int(value)) <= LARGEST
-    return int(value) if fine else -2
+    """The value, or -2, below all that is asked for, where it is not an integer that can be counted to."""
+    return int(value) if is_whole(value) else -2
 
 
 def is_flag(value: Any) -> bool:
@@ -56,6 +60,12 @@ def require(ok: bool, name: str, rule: str, value: Any, *, of: str = "") -> None
     """ValueError with the rule and the value, unless ``ok``; ``of`` says what the name belongs to."""
     if not ok:
         raise ValueError(f"{name}{of} must be {rule}{_limit(value)}, but got {name}={shown(value)}")
+
+
+def require_one_of(name: str, value: Any, *choices: str, of: str = "") -> None:
+    """ValueError with the choices and the value, unless it is one of these words."""
+    listing = ", ".join(f'"{choice}"' for choice in choices)
+    require(isinstance(value, str) and value in choices, name, f"one of {listing}", value, of=of)
 
 
 def _limit(value: Any) -> str:

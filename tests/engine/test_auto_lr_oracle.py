@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import oracle
 import oracle_anchor
-from hdet import AutoLR, OneCycleAutoLR, RoundRecord
+from hdet import Adapt, AutoLR, Faults, OneCycleAutoLR, RoundRecord
 from hdet.controllers import EvidenceController, PaperController
 from hdet.launch import launch
 from oracle import Array
@@ -126,15 +126,17 @@ def train(s: AnchorScenario) -> Trace:
         schedule,
         signal=s.signal,
         interval=s.interval,
-        spread=s.spread,
-        controller=controller,
-        anchor="start" if s.anchor_rounds is None else s.anchor_rounds,
-        together=s.together,
-        gated=s.gated,
-        first_scale=s.first_scale,
-        start_steps=s.start_steps,
-        hold_share=s.hold_share,
-        scale_bounds=s.scale_bounds,
+        adapt=Adapt(
+            spread=s.spread,
+            controller=controller,
+            anchor="start" if s.anchor_rounds is None else s.anchor_rounds,
+            groups="together" if s.together else "each",
+            gated=s.gated,
+            first_scale=s.first_scale,
+            start_steps=s.start_steps,
+            hold_share=s.hold_share,
+            bounds=s.scale_bounds,
+        ),
         seed=s.seed,
     )
     return training.run(scheduler, s.total_steps)
@@ -160,17 +162,19 @@ def train_twins(optimizer: str, max_lr: tuple[float, ...], cycle_momentum: bool 
     auto = AutoLR(
         OneCycleLR(other.optimizer, list(max_lr), steps, cycle_momentum=cycle_momentum),
         signal="loss",
-        anchor="round",
-        controller=PaperController(temperature=0.05),
+        adapt=Adapt(
+            anchor="round",
+            controller=PaperController(temperature=0.05),
+            spread=spread,
+            start_steps=warmup,
+            hold_share=0.0,
+            groups="each",
+            gated=False,
+            first_scale=1.0,
+            bounds=(1e-4, 1e4),
+        ),
+        faults=Faults(rollback=False),
         interval=interval,
-        spread=spread,
-        start_steps=warmup,
-        hold_share=0.0,
-        together=False,
-        gated=False,
-        first_scale=1.0,
-        rollback=False,
-        scale_bounds=(1e-4, 1e4),
         seed=3,
     )
     return first, other.run(auto, steps)

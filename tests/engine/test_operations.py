@@ -1,4 +1,4 @@
-"""Operations: sick replicas mended, steps without their gradient, means that arrive late or come from the node."""
+"""Faults and averaging: broken replicas, steps without their gradient, means that are late or of a node alone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from torch.optim.lr_scheduler import ConstantLR
 
 import hdet.engine.averaging
 import hdet.engine.rounds
-from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations
+from hdet import AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR
 from hdet.launch import ReplicaError, launch
 from hdet.testing import Fault, Injector, assert_same_weights, collect_weights
+from options import grouped
 
 T = 4
 
@@ -44,7 +45,7 @@ T = 4
 )
 def test_bad_values_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Operations(**options)
+        grouped(**options)
 
 
 def _model() -> nn.Linear:
@@ -54,24 +55,24 @@ def _model() -> nn.Linear:
 
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 @pytest.mark.parametrize(
-    ("operations", "options", "text"),
+    ("options", "text"),
     [
-        ({"overlap": True}, {"outer": "nesterov"}, 'overlap needs outer="mean"'),
-        ({"node_size": 1, "node_rounds": 2}, {"outer": "weighted"}, 'node_rounds needs outer="mean"'),
-        ({"overlap": True}, {"optimizer_state": "average"}, "overlap saves communication"),
+        ({"overlap": True, "outer": "nesterov"}, 'overlap needs outer="mean"'),
+        ({"node_size": 1, "node_rounds": 2, "outer": "weighted"}, 'node_rounds needs outer="mean"'),
+        ({"overlap": True, "optimizer_state": "average"}, "overlap saves communication"),
     ],
 )
-def test_what_cannot_come_late_is_refused(operations: dict[str, Any], options: dict[str, Any], text: str) -> None:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def test_what_cannot_come_late_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Explorer(model, optimizer, interval=T, gradients="local", operations=Operations(**operations), **options)
+        Averaging(**options)
 
 
-def test_operations_must_be_operations() -> None:
+@pytest.mark.parametrize("group", ["Adapt", "Copies", "Faults", "Averaging"])
+def test_options_must_be_of_their_group(group: str) -> None:
     optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"operations must be an hdet.Operations, but got dict"):
-        AutoLR(ConstantLR(optimizer), operations={"overlap": True})  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {group.lower(): {}}
+    with pytest.raises(TypeError, match=rf"{group.lower()} must be an hdet.{group}, but got dict"):
+        AutoLR(ConstantLR(optimizer), **wrong)
 
 
 # -- a training loop with faults ----------------------------------------------------------------------------------
@@ -88,27 +89,24 @@ class _Run:
         optimizer: type[torch.optim.Optimizer] = torch.optim.Adam,
         steps: int = 6 * T,
         lr: float = 0.02,
-        **operations: Any,
+        **options: Any,
     ) -> None:
         self.rank, self.steps = dist.get_rank(), steps
         model = _model()
         self.model: nn.Module = model if face == "local" else DistributedDataParallel(model)
         self.optimizer = optimizer(self.model.parameters(), lr=lr)  # type: ignore[call-arg]
-        ops = Operations(**operations)
-        common: dict[str, Any] = {"interval": T, "total_steps": steps}
+        common: dict[str, Any] = {"interval": T, "total_steps": steps, "rollback": False, **options}
         self.scheduler: Explorer | AutoLR | OneCycleAutoLR
         if face == "local":
-            self.scheduler = Explorer(
-                self.model, self.optimizer, gradients="local", rollback=False, operations=ops, **common
-            )
+            self.scheduler = Explorer(self.model, self.optimizer, gradients="local", **grouped(**common))
         elif face == "paper":
             self.scheduler = OneCycleAutoLR(
                 self.optimizer, lr, steps, ensemble_lr_spread_ratio=0.2, model_sync_interval=T, model=self.model,
-                cycle_momentum=False, operations=ops,
+                cycle_momentum=False, **grouped(**options),
             )  # fmt: skip
         else:
-            common |= {"signal": face, "rollback": False, "gated": False, "first_scale": 1.0}
-            self.scheduler = AutoLR(ConstantLR(self.optimizer, 1.0), model=self.model, operations=ops, **common)
+            common |= {"signal": face, "gated": False, "first_scale": 1.0}
+            self.scheduler = AutoLR(ConstantLR(self.optimizer, 1.0), model=self.model, **grouped(**common))
         self.inject = Injector(faults or [], self.rank)
         self.step = 0
         self.trace: list[Tensor] = []
@@ -241,7 +239,7 @@ def test_a_gradient_that_is_not_finite_is_taken_out_of_its_step_on_all_ranks_ali
     for result in launch(_skipping, 2):
         text = result.pop("text")
         assert text.startswith("RuntimeError: the weights of all 2 replicas are not finite at the converge of step 8")
-        assert "rollback=True, or operations=Operations(skip_nonfinite=True)" in text
+        assert "pass faults=Faults(rollback=True), or faults=Faults(skip_nonfinite=True)" in text
         assert all(result.values()), [name for name, ok in result.items() if not ok]
 
 
@@ -250,7 +248,7 @@ def test_huge_gradients_are_finite() -> None:
         weights = nn.Parameter(torch.zeros(3, dtype=torch.float32))
         other = nn.Parameter(torch.zeros(2, dtype=torch.float64))
         optimizer = torch.optim.SGD([weights, other], lr=1e-30)
-        scheduler = AutoLR(ConstantLR(optimizer, 1.0), operations=Operations(skip_nonfinite=True))
+        scheduler = AutoLR(ConstantLR(optimizer, 1.0), faults=Faults(skip_nonfinite=True))
         weights.grad, other.grad = torch.tensor([0.0, value, 1.0]), torch.ones(2, dtype=torch.float64)
         optimizer.step()
         scheduler.step(1.0)
@@ -401,16 +399,15 @@ def _reference(num_replicas: int, *, overlap: bool, node_size: int, node_rounds:
     return [row.tolist() for row in trace]
 
 
-def _late(operations: dict[str, Any]) -> dict[str, Any]:
+def _late(averaging: dict[str, Any]) -> dict[str, Any]:
     rank, count = dist.get_rank(), dist.get_world_size()
     weights = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     model = nn.ParameterList([weights])
     seen = torch.zeros((), dtype=torch.int64)
     model.register_buffer("seen", seen)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    scheduler = Explorer(
-        model, optimizer, interval=T, gradients="local", total_steps=STEPS, operations=Operations(**operations)
-    )
+    how = Averaging(**averaging)
+    scheduler = Explorer(model, optimizer, interval=T, gradients="local", total_steps=STEPS, averaging=how)
     trace = []
     for step in range(1, STEPS + 1):
         weights.grad = weights.detach() - torch.from_numpy(_targets(step, count)[rank])
@@ -427,7 +424,7 @@ def _late(operations: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("num_replicas", "operations"),
+    ("num_replicas", "averaging"),
     [
         (2, {"overlap": True}),
         (4, {"node_size": 2, "node_rounds": 2}),
@@ -435,19 +432,19 @@ def _late(operations: dict[str, Any]) -> dict[str, Any]:
         (4, {"node_size": 1, "node_rounds": 2}),
     ],
 )
-def test_late_and_partial_means_are_those_of_the_reference(num_replicas: int, operations: dict[str, Any]) -> None:
+def test_late_and_partial_means_are_those_of_the_reference(num_replicas: int, averaging: dict[str, Any]) -> None:
     reference = _reference(
         num_replicas,
-        overlap=operations.get("overlap", False),
-        node_size=operations.get("node_size", num_replicas),
-        node_rounds=operations.get("node_rounds", 1),
+        overlap=averaging.get("overlap", False),
+        node_size=averaging.get("node_size", num_replicas),
+        node_rounds=averaging.get("node_rounds", 1),
     )
-    wide = [k in (1, 7) or k % operations.get("node_rounds", 1) == 0 for k in range(1, 8)]
-    for rank, result in enumerate(launch(_late, num_replicas, operations)):
+    wide = [k in (1, 7) or k % averaging.get("node_rounds", 1) == 0 for k in range(1, 8)]
+    for rank, result in enumerate(launch(_late, num_replicas, averaging)):
         np.testing.assert_allclose(result["trace"], [rows[rank] for rows in reference], rtol=1e-12, atol=1e-14)
         assert result["seen"] == STEPS
         assert result["averaged"] == ["all" if w else "node" for w in wide]
-        assert result["distances"] == [False, *[operations.get("overlap", False)] * 5, False]
+        assert result["distances"] == [False, *[averaging.get("overlap", False)] * 5, False]
 
 
 def _line(overlap: bool) -> dict[str, Any]:
@@ -457,15 +454,15 @@ def _line(overlap: bool) -> dict[str, Any]:
     for name in ("loss", "paper"):
         weights = nn.Parameter(torch.ones(3, dtype=torch.float64))
         optimizer = torch.optim.SGD([weights], lr=0.1)
-        operations = Operations(overlap=overlap)
+        averaging = Averaging(overlap=overlap)
         scheduler: AutoLR | OneCycleAutoLR
         if name == "loss":
             plain = ConstantLR(optimizer, 1.0)
-            scheduler = AutoLR(plain, signal="loss", interval=T, total_steps=STEPS, operations=operations)
+            scheduler = AutoLR(plain, signal="loss", interval=T, total_steps=STEPS, averaging=averaging)
         else:
             scheduler = OneCycleAutoLR(
                 optimizer, 0.1, STEPS, ensemble_lr_spread_ratio=0.2, model_sync_interval=T, cycle_momentum=False,
-                enable_auto_lr=True, auto_lr_warmup_steps=T, operations=operations,
+                enable_auto_lr=True, auto_lr_warmup_steps=T, averaging=averaging,
             )  # fmt: skip
         trace = []
         for step in range(1, STEPS + 1):
@@ -525,8 +522,8 @@ def test_faults_and_checkpoints_while_a_mean_is_on_its_way() -> None:
 def _wrong_node() -> str:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    operations = Operations(node_size=3, node_rounds=2)
-    return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", operations=operations))
+    averaging = Averaging(node_size=3, node_rounds=2)
+    return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", averaging=averaging))
 
 
 def _copies() -> str:
@@ -546,15 +543,15 @@ def test_an_optimizer_of_copies_is_refused() -> None:
 def _disagreeing() -> str:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    operations = Operations(overlap=dist.get_rank() == 1)
-    return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", operations=operations))
+    averaging = Averaging(overlap=dist.get_rank() == 1)
+    return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", averaging=averaging))
 
 
 def test_nodes_must_fit_and_ranks_agree() -> None:
     text = "ValueError: node_size must divide the 2 replicas, but got node_size=3"
     assert launch(_wrong_node, 2) == [text, text]
     for found in launch(_disagreeing, 2):
-        assert "operations=Operations(quarantine=None" in found
+        assert "overlap=False on replicas [0], True on replicas [1]" in found
 
 
 def _raises() -> None:
@@ -571,7 +568,7 @@ def test_an_exception_while_a_mean_is_on_its_way_ends_the_run() -> None:
 def test_taking_out_a_gradient_does_not_wait_for_the_gpu() -> None:
     model = _model().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, operations=Operations(skip_nonfinite=True))
+    scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, faults=Faults(skip_nonfinite=True))
     x = torch.randn(8, 3, device="cuda")
     before = [p.detach().clone() for p in model.parameters()]
     for factor in (1.0, math.nan, 1.0):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import oracle
-from hdet import OneCycleAutoLR, RoundRecord
+from hdet import Adapt, OneCycleAutoLR, RoundRecord
 from hdet.launch import launch
 from oracle import Array, Scenario
 
@@ -138,7 +138,7 @@ def train(scenario: Scenario) -> Trace:
             lr_of_lr=scenario.rate,
             momentum_of_lr=scenario.smoothing,
             decay=scenario.decay,
-            lr_scale_bounds=scenario.scale_bounds,
+            adapt=Adapt(bounds=scenario.scale_bounds),
             seed=scenario.seed,
         )
         lrs, momenta, losses, weights = [], [], [], []

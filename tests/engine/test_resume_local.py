@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hdet import Explorer
+from hdet import Averaging, Explorer
 from hdet.testing import launch
 from native import INTERVAL, TOTAL_STEPS, Run, everyone, net
 
@@ -18,7 +18,9 @@ def _run(optimizer_state: str) -> Run:
 
     def face(optimizer: Any, model: Any) -> Explorer:
         policy: Any = optimizer_state
-        return Explorer(model, optimizer, interval=INTERVAL, gradients="local", optimizer_state=policy)
+        return Explorer(
+            model, optimizer, interval=INTERVAL, gradients="local", averaging=Averaging(optimizer_state=policy)
+        )
 
     return Run(net(), face, place)
 

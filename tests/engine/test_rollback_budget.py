@@ -13,9 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
-from hdet import AutoLR, Operations
+from hdet import AutoLR, Faults
 from hdet.engine.rollback import CUT, RECOVERY, Budget
 from hdet.lab.stacked.sweep import Run, _Steered
+from options import grouped
 
 T = 3
 
@@ -33,7 +34,7 @@ class _Small:
         self.y = torch.sin(self.x.sum(1, keepdim=True))
         self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         schedule = ConstantLR(self.optimizer, 1.0)
-        self.scheduler = AutoLR(schedule, model=self.model, interval=T, total_steps=num_steps, **options)
+        self.scheduler = AutoLR(schedule, model=self.model, interval=T, total_steps=num_steps, **grouped(**options))
 
     def round(self, *, broken: bool = False) -> None:
         for _ in range(T):
@@ -78,7 +79,7 @@ def test_ten_healthy_rounds_make_up_for_a_rollback() -> None:
 
 
 def test_breaks_that_are_rare_enough_never_hold_the_scale() -> None:
-    run = _Small(1000 * T, max_rollbacks=2, scale_bounds=(1e-3, 1.0))  # which is stable
+    run = _Small(1000 * T, max_rollbacks=2, bounds=(1e-3, 1.0))  # which is stable
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for index in range(80):
@@ -109,13 +110,13 @@ def test_a_spent_budget_holds_the_scale_and_says_so() -> None:
 
 
 def test_an_error_where_asked_for() -> None:
-    run = _Small(1000 * T, max_rollbacks=2, operations=Operations(strict_rollbacks=True))
+    run = _Small(1000 * T, max_rollbacks=2, strict_rollbacks=True)
     for broken in (True, False, True, False):
         run.round(broken=broken)
     with pytest.raises(RuntimeError, match=r"training broke again at step 15 after 2 rollbacks; lower the"):
         run.round(broken=True)
     with pytest.raises(ValueError, match="strict_rollbacks must be True or False, but got strict_rollbacks=1"):
-        Operations(strict_rollbacks=1)  # type: ignore[arg-type]
+        Faults(strict_rollbacks=1)  # type: ignore[arg-type]
 
 
 def test_with_a_budget_of_none_the_first_break_is_an_error_and_the_scale_moves() -> None:

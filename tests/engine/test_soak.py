@@ -12,7 +12,7 @@ import torch
 
 from hdet.testing import Fault
 from soak import judge, soak, summary
-from soak_scenarios import INTERVAL, NUM_STEPS, OPERATIONS, STORIES, Scenario, draw
+from soak_scenarios import INTERVAL, NUM_STEPS, OPTIONS, STORIES, Scenario, draw
 
 SHORT = (
     *("NaN weights once", "NaN gradient once", "explosion", "skipped step", "error", "kill and restart"),
@@ -35,7 +35,7 @@ def test_scenarios_are_drawn_from_their_seed_and_cover_everything() -> None:
     assert {(scenario.gradients, scenario.adam) for scenario in drawn} == {
         (gradients, adam) for gradients in ("shared", "local") for adam in (False, True)
     }
-    assert {scenario.operations for scenario in drawn} == set(OPERATIONS)
+    assert {scenario.options for scenario in drawn} == set(OPTIONS)
     assert all(fault.replica < s.num_replicas and fault.step <= NUM_STEPS for s in drawn for fault in s.faults)
 
 

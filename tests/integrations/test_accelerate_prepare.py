@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import framework_task as task
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, OneCycleAutoLR
 from hdet.launch import launch
 
 pytest.importorskip("accelerate", reason="pip install 'hdet[accelerate]'")
@@ -23,7 +23,7 @@ def _schedule(kind: str, optimizer: torch.optim.Optimizer) -> Any:
     if kind == "OneCycleAutoLR":
         return OneCycleAutoLR(optimizer, 0.1, STEPS, model_sync_interval=2, signal="gradient", cycle_momentum=False)
     schedule: Any = CosineAnnealingLR(optimizer, STEPS) if kind == "AutoLR" else LambdaLR(optimizer, lambda _: 1.0)
-    return AutoLR(schedule, interval=2, start_steps=0)
+    return AutoLR(schedule, interval=2, adapt=Adapt(start_steps=0))
 
 
 def fit(kind: str, options: dict[str, Any], accumulate: int = 1, folder: str = "", *, resume: bool = False) -> Any:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, OneCycleAutoLR
 from hdet.launch import launch
 from native import MAX_LR, Run, alike, batch, loss_signal, net
 
@@ -50,7 +50,7 @@ def _one_cycle(optimizer: Optimizer) -> OneCycleLR:
 
 
 def _auto(optimizer: Optimizer) -> AutoLR:
-    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, start_steps=0, first_scale=0.5)
+    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(start_steps=0, first_scale=0.5))
 
 
 def _drop_in(optimizer: Optimizer) -> OneCycleAutoLR:

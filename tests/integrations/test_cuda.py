@@ -17,7 +17,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import framework_task as task
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, OneCycleAutoLR
 from hdet.launch import launch
 from native import MAX_LR, Run, alike, batch, everyone, gradient_signal, loss_signal, net, paper
 
@@ -192,7 +192,7 @@ def _one_cycle(optimizer: Optimizer) -> OneCycleLR:
 
 
 def _auto(optimizer: Optimizer, model: nn.Module) -> AutoLR:
-    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, start_steps=0, first_scale=0.5)
+    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(start_steps=0, first_scale=0.5))
 
 
 def _drop_in(optimizer: Optimizer, model: nn.Module) -> OneCycleAutoLR:
@@ -204,11 +204,9 @@ def _local(optimizer: Optimizer, model: nn.Module) -> AutoLR:
         _one_cycle(optimizer),
         model=model,
         signal="loss",
-        spread=0.3,
+        adapt=Adapt(spread=0.3, start_steps=0, first_scale=0.5),
         gradients="local",
         interval=INTERVAL,
-        start_steps=0,
-        first_scale=0.5,
     )
 
 

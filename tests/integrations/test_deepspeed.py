@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import framework_task as task
 from framework_task import Results
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, OneCycleAutoLR
 from native import error
 
 pytest.importorskip("deepspeed", reason="pip install 'hdet[deepspeed]'")
@@ -104,7 +104,7 @@ def _all(folder: str) -> dict[str, Any]:
         "nothing": error(lambda: attach(task.Model())),
         "bf16": _refused(bf16={"enabled": True}),
         "of DeepSpeed": _refused(schedule=None, scheduler={"type": "WarmupLR", "params": {}}),
-        "none": _fit({"interval": 2, "start_steps": 0, **total}, 1, schedule=None)["rounds"],
+        "none": _fit({"interval": 2, "adapt": Adapt(start_steps=0), **total}, 1, schedule=None)["rounds"],
     }
     for stage in (1, 2, 3):
         found[f"stage {stage}"] = _refused(zero_optimization={"stage": stage})

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from hdet import Operations
 from hdet.launch import launch
 from hdet.replicas.group import find_replicas
 from hdet.replicas.sharding import local_tensor
@@ -62,7 +61,7 @@ class _Setting:
 def _equal() -> dict[str, Any]:
     setting = _Setting()
     out: dict[str, Any] = {}
-    late = {"operations": Operations(overlap=True, node_size=1, node_rounds=2)}
+    late = {"overlap": True, "node_size": 1, "node_rounds": 2}
     runs: dict[str, dict[str, Any]] = {name: {} for name in FACES} | dict.fromkeys(LATE, late)
     for name, options in runs.items():
         face = name.removesuffix(", late")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import framework_task as task
 from framework_task import Results
+from hdet import Adapt
 from native import error
 
 pytest.importorskip("torchtitan", reason="pip install 'hdet[torchtitan]' triton")
@@ -25,8 +26,8 @@ pytest.importorskip("triton", reason="torchtitan imports it; pip install triton"
 pytestmark = pytest.mark.timeout(300)  # it takes its time to start
 
 STEPS, SAVED_STEP, VOCABULARY = 12, 6, 64
-LOSS = {"signal": "loss", "spread": 0.3, "interval": 4, "start_steps": 0, "first_scale": 0.5}
-GRADIENT = {"interval": 2, "start_steps": 0, "first_scale": 0.5}
+LOSS = {"signal": "loss", "interval": 4, "adapt": Adapt(spread=0.3, start_steps=0, first_scale=0.5)}
+GRADIENT = {"interval": 2, "adapt": Adapt(start_steps=0, first_scale=0.5)}
 
 
 def _on_the_cpu() -> None:

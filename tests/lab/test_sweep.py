@@ -22,6 +22,7 @@ from hdet.lab.stacked.sweep import Run, sweep
 from hdet.lab.tasks import TextTask, batch_of
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch
+from options import grouped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -98,19 +99,14 @@ def train(optimizer_name: str, run: Run) -> dict[str, Any]:
         # The paper's controller with one knob for all groups is AutoLR's, measured from the last round.
         options: dict[str, Any] = {"anchor": "round", "gated": False, "rollback": False, "signal": "loss"}
     else:
-        options = {"gated": run.gated, "signal": run.method}
+        options = {"gated": run.gated, "max_rollbacks": 1000, "signal": run.method}
+    options |= {"spread": run.spread, "start_steps": int(run.start * STEPS), "hold_share": run.hold}
     scheduler = AutoLR(
         OneCycleLR(optimizer, run.lr, STEPS, pct_start=0.1, cycle_momentum=False),
         model=model,
         interval=run.interval,
-        spread=run.spread,
-        controller=controller,
-        start_steps=int(run.start * STEPS),
-        hold_share=run.hold,
-        first_scale=run.make_first_scale(),
         seed=run.seed,
-        max_rollbacks=1000,
-        **options,
+        **grouped(controller=controller, first_scale=run.make_first_scale(), **options),
     )
     forward: nn.Module = DistributedDataParallel(model) if count > 1 else model
     for step in range(STEPS):

@@ -27,16 +27,17 @@ ROOMS = (
     {"warm_start"},
     {"knobs"},
     {"signals"},
+    {"options"},
     {"weights"},
     {"replicas"},
     {"testing"},
     {"policy"},
     {"controllers", "sinks"},
-    {"history", "launch", "operations"},
+    {"history", "launch"},
     {"checks"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-NUMBERS = ("policy", "controllers", "history", "checks", "operations")
+NUMBERS = ("policy", "controllers", "history", "checks")
 """Rooms that know numbers only: no processes."""
 
 
@@ -86,8 +87,8 @@ def test_rooms_of_numbers_import_no_torch(name: str) -> None:
 
 
 def test_the_public_names_are_frozen() -> None:
-    names = ["AutoLR", "Explorer", "OneCycleAutoLR", "Operations", "RoundRecord", "knobs", "warm_noisy_init"]
-    assert sorted(hdet.__all__) == names
+    names = ["Adapt", "AutoLR", "Averaging", "Copies", "Explorer", "Faults", "OneCycleAutoLR", "RoundRecord"]
+    assert sorted(hdet.__all__) == [*names, "knobs", "warm_noisy_init"]
     assert all(hasattr(hdet, name) for name in hdet.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", hdet.__version__)
 

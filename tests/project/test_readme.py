@@ -57,7 +57,7 @@ def test_links_lead_somewhere() -> None:
     "name",
     [
         *("hdet.policy.spread", "hdet.launch", "hdet.testing.controllers", "hdet.schedulers.explorer"),
-        *("hdet.schedulers.auto_lr", "hdet.schedulers.one_cycle"),
+        *("hdet.schedulers.auto_lr", "hdet.schedulers.one_cycle", "hdet.options"),
     ],
 )
 def test_docstring_examples(name: str) -> None:

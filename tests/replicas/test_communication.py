@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations
+from hdet import AutoLR, Averaging, Explorer, OneCycleAutoLR
 from hdet.launch import launch
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="TCP_INFO is read as Linux lays it out")
@@ -47,9 +47,10 @@ def _train(mode: str, steps: int = STEPS) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 if mode == "moments" else 0.0)
     scheduler: Explorer | OneCycleAutoLR | AutoLR | None = None
     if mode in ("local", "nodes", "moments"):
-        chosen: dict[str, Any] = {"nodes": {"operations": Operations(node_size=2, node_rounds=2)}}.get(mode, {})
-        chosen |= {"optimizer_state": "average"} if mode == "moments" else {}
-        scheduler = Explorer(model, optimizer, interval=INTERVAL, gradients="local", **chosen)
+        averaging = {
+            "nodes": Averaging(node_size=2, node_rounds=2), "moments": Averaging(optimizer_state="average")
+        }.get(mode, Averaging())  # fmt: skip
+        scheduler = Explorer(model, optimizer, interval=INTERVAL, gradients="local", averaging=averaging)
     elif mode == "spread":
         options: dict[str, Any] = {"ensemble_lr_spread_ratio": 0.1, "cycle_momentum": False, "model": model}
         scheduler = OneCycleAutoLR(optimizer, 1e-3, 1000, model_sync_interval=INTERVAL, **options)

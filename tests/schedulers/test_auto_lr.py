@@ -33,10 +33,11 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Copies, Faults, OneCycleAutoLR
 from hdet.controllers import Decision, Evidence, Hold
 from hdet.controllers.hold import HoldState
 from hdet.policy.guard import Guard
+from options import grouped
 
 STEPS = 60
 
@@ -120,7 +121,7 @@ def lrs_of(optimizer: Optimizer) -> list[float]:
 
 def holding(schedule: LRScheduler, **options: Any) -> AutoLR:
     options = {"controller": Hold(), "signal": "gradient", "gated": False, "first_scale": 1.0, "interval": 4, **options}
-    return AutoLR(schedule, **options)
+    return AutoLR(schedule, **grouped(**options))
 
 
 # -- the schedule, unmoved ------------------------------------------------------------------------------------------
@@ -214,10 +215,8 @@ class Scripted:
 
 def test_the_scale_moves_after_start_steps_and_holds_in_the_last_stretch() -> None:
     optimizer = two_groups()
-    auto = AutoLR(
-        CosineAnnealingLR(optimizer, 100), controller=Scripted(1.1), gated=False, first_scale=1.0, interval=5,
-        start_steps=10, hold_share=0.2,
-    )  # fmt: skip
+    adapt = Adapt(controller=Scripted(1.1), gated=False, first_scale=1.0, start_steps=10, hold_share=0.2)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 100), interval=5, adapt=adapt)
     for _ in range(100):
         train_step(optimizer, auto)
     acted = [record.step for record in auto.history if record.control]
@@ -229,7 +228,7 @@ def test_the_scale_moves_after_start_steps_and_holds_in_the_last_stretch() -> No
 def test_defaults_follow_the_length_of_the_schedule() -> None:
     controller = Scripted(1.01)
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, 1000), controller=controller, gated=False)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 1000), adapt=Adapt(controller=controller, gated=False))
     for _ in range(1000):
         train_step(optimizer, auto)
     steps = [record.step for record in auto.history]
@@ -263,7 +262,7 @@ def test_the_length_of_a_schedule_is_found_where_it_has_one(name: str, length: f
 
 def test_without_a_length_the_scale_never_holds_still() -> None:
     optimizer = two_groups()
-    auto = AutoLR(ExponentialLR(optimizer, 0.999), controller=Scripted(1.01), gated=False)
+    auto = AutoLR(ExponentialLR(optimizer, 0.999), adapt=Adapt(controller=Scripted(1.01), gated=False))
     for _ in range(500):
         train_step(optimizer, auto)
     assert [record.step for record in auto.history if record.control] == [100, 200, 300, 400, 500]
@@ -282,7 +281,7 @@ def test_the_gate_lets_its_share_of_the_warm_up_through(openness: float) -> None
     optimizer = two_groups()
     schedule = OneCycleLR(optimizer, [0.1, 0.03], 100, pct_start=0.3, cycle_momentum=False)
     plain = OneCycleLR(two_groups(), [0.1, 0.03], 100, pct_start=0.3, cycle_momentum=False)
-    auto = AutoLR(schedule, controller=Scripted(1.0, openness), interval=1, start_steps=0, first_scale=1.0)
+    auto = AutoLR(schedule, adapt=Adapt(controller=Scripted(1.0, openness), start_steps=0, first_scale=1.0), interval=1)
     start = plain.get_last_lr()
     peak = 29
     for step in range(100):
@@ -303,7 +302,9 @@ def test_the_gate_is_gone_after_the_first_fall() -> None:
     optimizer = two_groups()
     shape = [1.0, 2.0, 2.0, 1.0, 4.0, 8.0, 1.0, 1.0]
     auto = AutoLR(
-        LambdaLR(optimizer, lambda step: shape[step]), controller=Scripted(1.0, 0.0), interval=1, first_scale=1.0
+        LambdaLR(optimizer, lambda step: shape[step]),
+        adapt=Adapt(controller=Scripted(1.0, 0.0), first_scale=1.0),
+        interval=1,
     )
     effective = []
     for _ in range(7):
@@ -315,7 +316,7 @@ def test_the_gate_is_gone_after_the_first_fall() -> None:
 def test_a_start_far_too_low_rises_and_one_far_too_high_falls() -> None:
     for lr, direction in ((1e-4, 1), (0.9, -1)):
         optimizer = torch.optim.SGD(parameters(), lr=lr)
-        auto = AutoLR(LambdaLR(optimizer, lambda step: 1.0), interval=5, total_steps=200, first_scale=1.0)
+        auto = AutoLR(LambdaLR(optimizer, lambda step: 1.0), interval=5, total_steps=200, adapt=Adapt(first_scale=1.0))
         for _ in range(100):
             train_step(optimizer, auto, noise=3.0)
         assert direction * math.log(auto.history[-1].scales[0]) > 0.5
@@ -324,14 +325,14 @@ def test_a_start_far_too_low_rises_and_one_far_too_high_falls() -> None:
 @pytest.mark.parametrize(("options", "scale"), [({}, 0.03), ({"first_scale": 0.5}, 0.5), ({"first_scale": 2.0}, 2.0)])
 def test_where_the_scale_starts(options: dict[str, float], scale: float) -> None:
     optimizer = two_groups()
-    AutoLR(CosineAnnealingLR(optimizer, STEPS), **options)  # type: ignore[arg-type]
+    AutoLR(CosineAnnealingLR(optimizer, STEPS), **grouped(**options))
     assert lrs_of(optimizer) == pytest.approx([0.125 * scale, 0.0625 * scale])
 
 
 def test_a_scale_for_each_group_or_one_for_all() -> None:
-    for together, count in ((True, 1), (False, 2)):
+    for groups, count in (("together", 1), ("each", 2)):
         optimizer = two_groups()
-        auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), together=together, interval=4)
+        auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, **grouped(groups=groups))
         for _ in range(20):
             train_step(optimizer, auto, noise=0.1)
         record = auto.history[-1]
@@ -341,7 +342,7 @@ def test_a_scale_for_each_group_or_one_for_all() -> None:
 
 def test_history_tells_the_round() -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, gated=False)
+    auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, adapt=Adapt(gated=False))
     losses, lrs = [], []
     for _ in range(8):
         lrs.append(lrs_of(optimizer))
@@ -398,7 +399,7 @@ def test_converge_and_converged_have_nothing_to_do_for_one_replica() -> None:
 @pytest.mark.parametrize("anchor", ["start", "round", 2])
 def test_what_the_anchor_is(anchor: Any) -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, anchor=anchor)
+    auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, adapt=Adapt(anchor=anchor))
     weights = [[p.tolist() for group in optimizer.param_groups for p in group["params"]]]
     for _ in range(5):
         for _ in range(4):
@@ -412,7 +413,9 @@ def test_what_the_anchor_is(anchor: Any) -> None:
 def test_the_anchor_is_set_by_the_first_step_not_by_the_constructor() -> None:
     """A checkpoint that is loaded in between is where the run starts from."""
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, anchor_dtype=torch.bfloat16, anchor_device="cpu")
+    auto = AutoLR(
+        CosineAnnealingLR(optimizer, STEPS), interval=4, copies=Copies(anchor_dtype=torch.bfloat16, anchor_device="cpu")
+    )
     with torch.no_grad():
         for group in optimizer.param_groups:
             group["params"][0].fill_(5.0)
@@ -454,7 +457,7 @@ def _everything(optimizer: Optimizer) -> list[Any]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_broken_round_is_undone(kind: str, how: str, snapshot_device: str | None) -> None:
     optimizer = two_groups(kind, 0.01)
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), interval=4, snapshot_device=snapshot_device)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), interval=4, copies=Copies(snapshot_device=snapshot_device))
     for _ in range(20):
         train_step(optimizer, auto, noise=0.1)
     healthy = _everything(optimizer)  # what the healthy round from 20 to 24 starts from
@@ -556,7 +559,7 @@ def test_a_run_of_few_rounds_starts_with_the_schedule_as_it_is(signal: Any, cold
 @pytest.mark.filterwarnings("ignore:max_rollbacks=2 are spent")
 def test_after_max_rollbacks_in_a_row_it_is_an_error() -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), interval=2, max_rollbacks=2)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), interval=2, faults=Faults(max_rollbacks=2))
     for _ in range(2):
         _break(optimizer, "nan")
         train_step(optimizer, auto)
@@ -571,7 +574,7 @@ def test_after_max_rollbacks_in_a_row_it_is_an_error() -> None:
 
 def test_without_rollback_broken_weights_are_an_error() -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), interval=2, rollback=False)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), interval=2, faults=Faults(rollback=False))
     _break(optimizer, "nan")
     train_step(optimizer, auto)
     with pytest.raises(RuntimeError, match="weights of all 1 replicas are not finite at the converge of step 2"):
@@ -606,7 +609,8 @@ def test_data_that_change_are_accepted_after_some_rollbacks() -> None:
         ({"hold_share": 1.0}, "hold_share must be in [0, 1), but got hold_share=1.0"),
         ({"first_scale": 0.0}, "first_scale must be a finite number > 0, but got first_scale=0.0"),
         ({"seed": -1}, "seed must be an integer >= 0, but got seed=-1"),
-        ({"scale_bounds": (2.0, 3.0)}, "scale_bounds must be a pair (low, high) with 0 < low <= 1 <= high < inf"),
+        ({"bounds": (2.0, 3.0)}, "bounds must be a pair (low, high) with 0 < low <= 1 <= high < inf"),
+        ({"bounds": 3.0}, "bounds must be a pair (low, high)"),
         ({"spread": math.nan}, "spread must be in (0, 1), but got spread=nan"),
     ],
 )
@@ -614,7 +618,7 @@ def test_arguments_are_checked(options: dict[str, Any], text: str) -> None:
     optimizer = two_groups()
     before = lrs_of(optimizer)
     with pytest.raises(ValueError, match=re.escape(text)):
-        AutoLR(CosineAnnealingLR(optimizer, STEPS), **options)
+        AutoLR(CosineAnnealingLR(optimizer, STEPS), **grouped(**options))
     assert lrs_of(optimizer) == before
 
 

@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, O
 from hdet import AutoLR
 from hdet.launch import launch
 from hdet.policy.spread import multipliers
+from options import grouped
 
 TOTAL_STEPS, INTERVAL, SPREAD = 30, 4, 0.3
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -79,7 +80,7 @@ class _Run:
             "first_scale": 0.5,
             **options,
         }
-        self.scheduler = AutoLR(schedule(self.optimizer), model=self.model, **options)
+        self.scheduler = AutoLR(schedule(self.optimizer), model=self.model, **grouped(**options))
 
     def loss(self) -> Tensor:
         """Of this rank's part of a batch of 12 rows."""
@@ -142,7 +143,7 @@ RESUMES: dict[str, tuple[dict[str, Any], int]] = {
     "gradient, at a round's end": ({}, 8),
     "gradient, cosine": ({"schedule": _cosine}, 12),
     "gradient, warm-up then cosine": ({"schedule": _warm_cosine}, 8),
-    "gradient, a scale for each group": ({"together": False, "adam": False}, 8),
+    "gradient, a scale for each group": ({"groups": "each", "adam": False}, 8),
     "gradient, at the last full round": ({}, 28),
     "gradient, in mid-round": ({}, 10),
     "gradient, in mid-round, no losses lost": ({"controller": None, "adam": False}, 11),
@@ -150,7 +151,7 @@ RESUMES: dict[str, tuple[dict[str, Any], int]] = {
     "loss, at a round's end": ({"signal": "loss"}, 8),
     "loss, in mid-round": ({"signal": "loss"}, 10),
     "loss, sgd": ({"signal": "loss", "adam": False}, 14),
-    "loss, a scale for each group": ({"signal": "loss", "together": False}, 8),
+    "loss, a scale for each group": ({"signal": "loss", "groups": "each"}, 8),
     "loss, anchor renewed": ({"signal": "loss", "anchor": 2}, 12),
     "loss, paper's anchor": ({"signal": "loss", "anchor": "round"}, 8),
 }

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet import AutoLR, Explorer, OneCycleAutoLR, cli, knobs
+from hdet import AutoLR, Averaging, Explorer, OneCycleAutoLR, cli, knobs
 from hdet.command_line import UsageError
 from hdet.lab.commands.train import _check_checkpoint, prepare
 from hdet.lab.recipes import make_torch_optimizer
@@ -42,7 +42,9 @@ class _Run:
                 self.scheduler = OneCycleAutoLR(self.optimizer, 0.01, 40, model_sync_interval=2, signal="gradient")
             else:
                 chosen: list[Any] = [knobs.LearningRate(), knobs.Epsilon()]
-                self.scheduler = Explorer(self.model, self.optimizer, knobs=chosen, interval=2, outer="nesterov")
+                self.scheduler = Explorer(
+                    self.model, self.optimizer, knobs=chosen, interval=2, averaging=Averaging(outer="nesterov")
+                )
         for _ in range(steps):
             loss = self.model(torch.ones(4, 2)).square().mean()
             loss.backward()

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
+from hdet import AutoLR, Averaging, Explorer, OneCycleAutoLR, knobs
 from hdet.controllers import Evidence, JointController
 from hdet.launch import launch
 from hdet.policy.spread import assign
 from hdet.schedulers.explorer import LR_OPTIMISM
 from hdet.weights.outer import state_tensors
+from options import grouped
 
 TOTAL_STEPS, INTERVAL, LR, DECAY, BETA = 18, 4, 0.02, 0.05, 0.9
 
@@ -127,15 +128,17 @@ class _Run:
         self.face: Any
         if face == "auto":
             schedule = CosineAnnealingLR(self.optimizer, TOTAL_STEPS)
-            self.face = AutoLR(schedule, interval=INTERVAL, start_steps=0, first_scale=0.5, **common)
+            common |= {"interval": INTERVAL, "start_steps": 0, "first_scale": 0.5}
+            self.face = AutoLR(schedule, **grouped(**common))
         elif face == "one cycle":
             self.face = OneCycleAutoLR(
                 self.optimizer, LR, TOTAL_STEPS, model_sync_interval=INTERVAL, cycle_momentum=False,
-                auto_lr_warmup_steps=0, **common,
+                auto_lr_warmup_steps=0, **grouped(**common),
             )  # fmt: skip
         else:
             model = common.pop("model")
-            self.face = Explorer(model, self.optimizer, **{"interval": INTERVAL, "total_steps": TOTAL_STEPS, **common})
+            common = {"interval": INTERVAL, "total_steps": TOTAL_STEPS, **common}
+            self.face = Explorer(model, self.optimizer, **grouped(**common))
 
     def probe(self) -> Tensor:
         if self.bad_probe:
@@ -930,7 +933,7 @@ def _explore(*own: Any, **options: Any) -> Callable[[], Explorer]:
     def make() -> Explorer:
         net = _Net()
         optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY)
-        return Explorer(net, optimizer, **{"knobs": own, "interval": 2, **options})
+        return Explorer(net, optimizer, **grouped(**{"knobs": own, "interval": 2, **options}))
 
     return make
 
@@ -1130,7 +1133,9 @@ def _misuse() -> dict[str, Any]:
     for name, own in cases.items():
         out[name] = _error(lambda own=own: Explorer(net, optimizer, knobs=own, interval=2))  # type: ignore[misc]
     out["outer"] = _error(
-        lambda: Explorer(net, optimizer, interval=2, gradients="local", outer="mean" if rank else "nesterov")
+        lambda: Explorer(
+            net, optimizer, interval=2, gradients="local", averaging=Averaging(outer="mean" if rank else "nesterov")
+        )
     )
     return out
 

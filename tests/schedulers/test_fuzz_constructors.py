@@ -24,7 +24,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations, RoundRecord, knobs, warm_noisy_init
+from hdet import (
+    Adapt,
+    AutoLR,
+    Averaging,
+    Copies,
+    Explorer,
+    Faults,
+    OneCycleAutoLR,
+    RoundRecord,
+    knobs,
+    warm_noisy_init,
+)
 from hdet.controllers import EvidenceController, JointController, PaperController
 from hdet.sinks import JsonLinesSink, TensorBoardSink
 from hdet.weights.outer import OuterStep
@@ -114,6 +125,10 @@ def _auto_lr(s: Setting, schedule: Any = "cosine", **arguments: Any) -> Any:
     return lambda: s.train(AutoLR(schedule, **arguments))
 
 
+def _acting(controller: Any) -> Adapt:
+    return Adapt(controller=controller, start_steps=0)
+
+
 def _record() -> RoundRecord:
     return RoundRecord(0, 2, (1.0,), ((0.1,),), (0.1,), (1.0,), {}, (), 0, 0.0, 0.0)
 
@@ -123,18 +138,17 @@ Build = Callable[..., Callable[[], object]]
 
 FLAG = [True, False]
 UNIT = [0.0, 0.1, 0.9]
+GROUPS: dict[str, list[Any]] = {
+    "adapt": [Adapt(start_steps=0)], "copies": [Copies()], "faults": [Faults()], "averaging": [Averaging()]
+}  # fmt: skip
 CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
     "AutoLR": (
         _auto_lr,
         {
             "schedule": ["cosine", "lambda"], "model": [None], "signal": ["auto", "gradient", "loss"],
-            "interval": [None, 1, INTERVAL], "total_steps": [None, 100, 400], "spread": [0.1, 0.5],
-            "controller": [None, EvidenceController(), PaperController()], "anchor": ["start", "round", 3],
-            "anchor_device": [None, "cpu"], "anchor_dtype": [None, torch.bfloat16], "sample_every": [None, 1, 5],
-            "together": FLAG, "gated": [None, True], "first_scale": [None, 0.1, 1.0], "rollback": FLAG,
-            "max_rollbacks": [0, 20], "snapshot_device": [None, "cpu"], "start_steps": [None, 0, 5],
-            "hold_share": UNIT, "scale_bounds": [(1e-3, 1e3), (1.0, 1.0)], "knobs": [(), [knobs.Epsilon()]],
-            "gradients": ["shared"], "probe": [None], "process_group": [None], "seed": [0, 7],
+            "interval": [None, 1, INTERVAL], "total_steps": [None, 100, 400],
+            "knobs": [(), [knobs.Epsilon()]], "gradients": ["shared"], "probe": [None], "process_group": [None],
+            "seed": [0, 7], **GROUPS,
         },
         "knobs",
     ),
@@ -151,7 +165,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
             "rank": [0], "world_size": [1], "model": [None], "process_group": [None],
             "signal": [None, "gradient", "loss"], "decay": ["schedule", "floor", "printed"],
             "knobs": [(), [knobs.Epsilon()]], "gradients": ["shared"], "probe": [None],
-            "lr_scale_bounds": [(1e-4, 1e4)], "seed": [0],
+            "seed": [0], **GROUPS,
         },
         "OneCycleLR|replicas|auto-LR",
     ),
@@ -160,10 +174,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         {
             "knobs": [[knobs.Epsilon()], [knobs.LearningRate(), knobs.Beta2()]], "interval": [1, INTERVAL],
             "gradients": ["shared", "local"], "probe": [None, lambda: 1.0], "total_steps": [None, 3],
-            "controller": [None, PaperController()], "assignment": ["balanced", "permutation"],
-            "anchor": ["start", "round", 2], "anchor_device": [None], "outer": ["mean", "weighted", "nesterov"],
-            "optimizer_state": ["keep", "average", "reset"], "start_steps": [0, 3], "rollback": FLAG,
-            "max_rollbacks": [0, 20], "snapshot_device": [None], "process_group": [None], "seed": [0],
+            "process_group": [None], "seed": [0], **GROUPS,
         },
         "model|optimizer",
     ),
@@ -228,24 +239,66 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
     ),
     "LearningRate": (
         lambda s, **a: lambda: s.explore(knobs.LearningRate(**a)),
-        {"spread": UNIT, "together": FLAG, "adapt": FLAG},
+        {"spread": UNIT, "groups": ["together", "each"], "adapt": FLAG},
         "learning_rate",
     ),
     "OuterStep": (
-        lambda s, **a: lambda: s.explore(outer=OuterStep(**a)),
+        lambda s, **a: lambda: s.explore(averaging=Averaging(outer=OuterStep(**a))),
         {"kind": ["mean", "weighted", "nesterov"], "lr": [0.7, 1.0], "momentum": UNIT},
         "outer",
     ),
-    "Operations": (
-        lambda s, **a: lambda: s.explore(operations=Operations(**a)),
+    "Adapt": (
+        lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, adapt=Adapt(**a))(),
         {
-            "quarantine": [None, 20.0], "skip_nonfinite": FLAG, "overlap": FLAG, "node_size": [None, 1],
-            "node_rounds": [1], "slow_share": [0.1],
+            "controller": [None, EvidenceController(), PaperController()], "spread": [0.1, 0.5],
+            "anchor": ["start", "round", 3], "groups": ["together", "each"], "gated": [None, True],
+            "first_scale": [None, 0.1, 1.0], "start_steps": [None, 0, 5], "hold_share": UNIT,
+            "bounds": [(1e-3, 1e3), (1.0, 1.0)], "sample_every": [None, 1, 5],
+            "assignment": ["balanced", "permutation"],
+        },
+        "",
+    ),
+    "Adapt, of Explorer": (
+        lambda s, **a: lambda: s.explore(knobs.Epsilon(), adapt=Adapt(**a)),
+        {
+            "controller": [None, PaperController()], "anchor": ["start", "round", 2], "start_steps": [None, 0, 3],
+            "bounds": [(1e-3, 1e3)], "assignment": ["balanced", "permutation"], "gated": [None], "spread": [0.1],
+        },
+        "",
+    ),
+    "Adapt, of the paper": (
+        lambda s, **a: lambda: s.train(OneCycleAutoLR(s.optimizer, 0.01, 20, adapt=Adapt(**a))),
+        {
+            "controller": [None], "bounds": [(1e-3, 1e3)], "assignment": ["balanced", "permutation"],
+            "groups": ["together"], "start_steps": [None], "spread": [0.1],
+        },
+        "",
+    ),
+    "Copies": (
+        lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, copies=Copies(**a))(),
+        {
+            "anchor_device": [None, "cpu"], "anchor_dtype": [None, torch.bfloat16], "snapshot_device": [None, "cpu"],
+        },
+        "",
+    ),
+    "Faults": (
+        lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, faults=Faults(**a))(),
+        {
+            "rollback": [None, *FLAG], "max_rollbacks": [0, 20], "strict_rollbacks": FLAG, "quarantine": [None, 20.0],
+            "skip_nonfinite": FLAG,
+        },
+        "",
+    ),
+    "Averaging": (
+        lambda s, **a: lambda: s.explore(averaging=Averaging(**a)),
+        {
+            "outer": ["mean", "weighted", "nesterov"], "optimizer_state": ["keep", "average", "reset"],
+            "overlap": FLAG, "node_size": [None, 1], "node_rounds": [1], "slow_share": [0.1],
         },
         "node_rounds",
     ),
     "EvidenceController": (
-        lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, start_steps=0, controller=EvidenceController(**a))(),
+        lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, adapt=_acting(EvidenceController(**a)))(),
         {
             "gain": [0.1], "optimism": [0.0, 2.0], "smoothing": UNIT, "up": [0.2], "sprint": [0.2, 0.5],
             "down": [1.0],
@@ -253,12 +306,12 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         "sprint",
     ),
     "JointController": (
-        lambda s, **a: lambda: s.explore(knobs.Epsilon(), controller=JointController(**a)),
+        lambda s, **a: lambda: s.explore(knobs.Epsilon(), adapt=_acting(JointController(**a))),
         {"gain": [0.1], "optimism": [0.0, [0.1, 0.2]], "doubt": [0.0, 1.0], "smoothing": UNIT, "step": [0.2]},
         "optimism",
     ),
     "PaperController": (
-        lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, start_steps=0, controller=PaperController(**a))(),
+        lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, adapt=_acting(PaperController(**a)))(),
         {"temperature": [0.1], "rate": [0.0, 0.5], "momentum": UNIT},
         "",
     ),

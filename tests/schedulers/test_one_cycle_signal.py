@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, OneCycleAutoLR
 from hdet.launch import launch
 
 STEPS, INTERVAL = 100, 2
@@ -38,7 +38,8 @@ def _train(kind: str, signal: str, spread: float, *, stop: int = STEPS) -> dict[
     scheduler: AutoLR | OneCycleAutoLR
     if kind == "auto":
         plain = OneCycleLR(optimizer, 1e-3, STEPS, cycle_momentum=False)
-        scheduler = AutoLR(plain, signal=signal, interval=INTERVAL, spread=spread or 0.1, scale_bounds=(1e-4, 1e4))  # type: ignore[arg-type]
+        adapt = Adapt(spread=spread or 0.1)
+        scheduler = AutoLR(plain, signal=signal, interval=INTERVAL, adapt=adapt)  # type: ignore[arg-type]
     else:
         scheduler = _one_cycle(optimizer, signal, spread)
     generator = torch.Generator().manual_seed(rank)
@@ -91,3 +92,21 @@ def test_wrong_arguments(settings: dict[str, Any], text: str) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(ValueError, match=text):
         OneCycleAutoLR(optimizer, 0.1, 100, cycle_momentum=False, **settings)
+
+
+def test_looking_at_learning_rates_changes_nothing() -> None:
+    weights = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
+    scheduler = OneCycleAutoLR(optimizer, 0.1, 200, model_sync_interval=2, signal="gradient", adapt=Adapt(gated=True))
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = weights.square().sum()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        scheduler.step(loss)
+    scheduler.last_epoch += 1  # as where a subclass asks for the learning rates of another step
+    before = repr((scheduler.state_dict(), optimizer.param_groups, scheduler._schedule_lrs))
+    with pytest.warns(UserWarning, match="get_last_lr"):
+        looks = [scheduler.get_lr() for _ in range(3)]
+    assert repr((scheduler.state_dict(), optimizer.param_groups, scheduler._schedule_lrs)) == before
+    assert looks[0] == looks[1] == looks[2]

@@ -26,8 +26,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations, knobs
+from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
 from hdet.launch import launch
+from options import grouped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,7 +103,8 @@ class Run:
 
 
 def _auto(name: str, **settings: Any) -> Callable[[nn.Module, Optimizer], AutoLR]:
-    return lambda model, o: AutoLR(SCHEDULES[name](o), model=model, **{"interval": 3, "gated": False, **settings})
+    options = grouped(**{"interval": 3, "gated": False, **settings})
+    return lambda model, o: AutoLR(SCHEDULES[name](o), model=model, **options)
 
 
 def _cycle(**settings: Any) -> Callable[[nn.Module, Optimizer], OneCycleAutoLR]:
@@ -114,7 +116,7 @@ def _cycle(**settings: Any) -> Callable[[nn.Module, Optimizer], OneCycleAutoLR]:
 ALONE: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     **{name: _auto(name) for name in SCHEDULES},
     "gated": _auto("cosine", gated=True, total_steps=400),
-    "apart scales": _auto("cosine", together=False),
+    "apart scales": _auto("cosine", groups="each"),
     "OneCycleAutoLR": _cycle(signal="gradient", ensemble_lr_spread_ratio=0.0),
     "OneCycleLR": _cycle(ensemble_lr_spread_ratio=0.0),
 }
@@ -153,7 +155,7 @@ def test_without_a_learning_rate_of_its_own_it_has_the_first_groups(name: str) -
 
 
 def test_learning_rates_that_are_tensors_are_not_shared_between_groups() -> None:
-    run = Run(_auto("cosine", together=False))
+    run = Run(_auto("cosine", groups="each"))
     run.optimizer.defaults["lr"] = run.optimizer.param_groups[0]["lr"] = torch.tensor(
         run.optimizer.param_groups[0]["lr"]
     )
@@ -225,7 +227,8 @@ def test_the_gradient_signal_measures_newcomers_from_where_they_joined() -> None
 
 def _explorer(**settings: Any) -> Callable[[nn.Module, Optimizer], Explorer]:
     def make(model: nn.Module, optimizer: Optimizer) -> Explorer:
-        return Explorer(model, optimizer, **{"interval": 3, "knobs": [knobs.LearningRate(together=False)], **settings})
+        options = {"interval": 3, "knobs": [knobs.LearningRate(groups="each")], **settings}
+        return Explorer(model, optimizer, **grouped(**options))
 
     return make
 
@@ -234,9 +237,9 @@ DILOCO: dict[str, Any] = {"outer": "nesterov", "gradients": "local", "knobs": [k
 REPLICAS: dict[str, Callable[[], Callable[[nn.Module, Optimizer], Any]]] = {
     "gradient": lambda: _auto("cosine"),
     "loss": lambda: _auto("cosine", signal="loss"),
-    "overlap": lambda: _auto("cosine", signal="loss", operations=Operations(overlap=True)),
+    "overlap": lambda: _auto("cosine", signal="loss", overlap=True),
     "paper": lambda: _cycle(enable_auto_lr=True, auto_lr_warmup_steps=0),
-    "knobs": lambda: _auto("cosine", together=False, signal="loss", knobs=[knobs.Momentum()]),
+    "knobs": lambda: _auto("cosine", groups="each", signal="loss", knobs=[knobs.Momentum()]),
     "explorer": lambda: _explorer(),
     "no lr": lambda: _explorer(knobs=[knobs.Momentum()]),
     "diloco": lambda: _explorer(**{**DILOCO, "knobs": [knobs.LearningRate()]}),

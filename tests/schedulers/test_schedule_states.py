@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LRScheduler, SequentialLR
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
+from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
 from schedules import LEAVES, SCHEDULES, Build, OddCount, make_optimizer, take_step
 
 STEPS = 12
@@ -62,7 +62,7 @@ def _saved(state: Any, how: str) -> Any:
 def _check_resume(build: Build, how: str) -> None:
     """State of every step -> fresh objects -> the same learning rates from there on."""
     optimizer = make_optimizer()
-    scheduler = AutoLR(build(optimizer), interval=2, start_steps=0)
+    scheduler = AutoLR(build(optimizer), interval=2, adapt=Adapt(start_steps=0))
     lrs, states = [], []
     for _ in range(STEPS):
         states.append(_saved({"o": copy.deepcopy(optimizer.state_dict()), "s": scheduler.state_dict()}, how))
@@ -70,7 +70,7 @@ def _check_resume(build: Build, how: str) -> None:
         lrs.append(take_step(optimizer, scheduler, loss=True))
     for first, state in enumerate(states):
         again = make_optimizer(seed=1)
-        resumed = AutoLR(build(again), interval=2, start_steps=0)
+        resumed = AutoLR(build(again), interval=2, adapt=Adapt(start_steps=0))
         with torch.no_grad():
             for p, value in zip((p for g in again.param_groups for p in g["params"]), state["w"], strict=True):
                 p.copy_(value)
@@ -110,13 +110,13 @@ class _Holding(LRScheduler):
 
 def test_a_state_in_memory_keeps_a_users_objects_and_stands_still() -> None:
     optimizer, model = make_optimizer(), nn.Linear(1, 1)
-    scheduler = AutoLR(_Holding(optimizer, model), scale_bounds=(1, 1))
+    scheduler = AutoLR(_Holding(optimizer, model), adapt=Adapt(bounds=(1, 1)))
     take_step(optimizer, scheduler)
     state = scheduler.state_dict()
     lrs = [take_step(optimizer, scheduler) for _ in range(3)]
     assert len(state["schedule"]["rows"][0]) == 3
     again = make_optimizer()
-    fresh = AutoLR(_Holding(again, model), scale_bounds=(1, 1))
+    fresh = AutoLR(_Holding(again, model), adapt=Adapt(bounds=(1, 1)))
     fresh.load_state_dict(state)
     assert [take_step(again, fresh) for _ in range(3)] == lrs
     schedule: Any = fresh.schedule
@@ -150,7 +150,7 @@ def _make(kind: str, model: nn.Module, optimizer: Optimizer) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if kind == "AutoLR":
-            return AutoLR(LEAVES["LambdaLR object"](optimizer), interval=2, start_steps=0)
+            return AutoLR(LEAVES["LambdaLR object"](optimizer), interval=2, adapt=Adapt(start_steps=0))
         if kind == "OneCycleAutoLR":
             return OneCycleAutoLR(optimizer, 0.1, 2000, model_sync_interval=2, signal="gradient")
         return Explorer(model, optimizer, knobs=[knobs.LearningRate()], interval=2)

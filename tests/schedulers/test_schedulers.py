@@ -330,8 +330,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, r"seed must be an integer >= 0, but got seed=1\.5"),
     ({"decay": "cosine"}, r'decay must be one of "schedule", "floor", "printed", but got decay=\'cosine\''),
     ({"decay": "floor"}, r"decay='floor' is the decay of the auto-LR phase; set enable_auto_lr=True"),
-    ({"lr_scale_bounds": (2.0, 3.0)}, r"lr_scale_bounds must be a pair \(low, high\) with 0 < low <= 1 <= high < inf"),
-    ({"lr_scale_bounds": 3.0}, r"lr_scale_bounds must be a pair"),
     ({**AUTO, "auto_lr_warmup_steps": 40}, r"must be smaller than the 40 total steps .*auto_lr_warmup_steps=40"),
     ({**AUTO, "auto_lr_warmup_steps": 99}, r"must be smaller than the 40 total steps .*lower it, e\.g\. to 8"),
     (
@@ -341,7 +339,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**AUTO, "decay": "printed"}, r"must not grow the learning rate.*final_div_factor / div_factor = 400 .*floor"),
     ({"max_lr": [0.1, 0.1, 0.1]}, r"max_lr must have the same length as optimizer\.param_groups.*has 3 values"),
     ({"total_steps": None}, r"You must define either total_steps OR \(epochs AND steps_per_epoch\)"),
-    ({"total_steps": 0}, r"Expected positive integer total_steps, but got 0"),
+    *(({"total_steps": n}, rf"Expected positive integer total_steps, but got {n}") for n in (0, -1, -2, -3)),
     ({"total_steps": None, "epochs": 0, "steps_per_epoch": 3}, r"Expected positive integer epochs, but got 0"),
     ({"pct_start": 1.5}, r"Expected float between 0 and 1 pct_start, but got 1\.5"),
     ({"anneal_strategy": "step"}, r"anneal_strategy must be one of 'cos' or 'linear', instead got step"),

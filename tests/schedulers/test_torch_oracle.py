@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, OneCycleAutoLR
 from schedules import SCHEDULES, Build, make_optimizer, take_step
 
 STEPS = 12
@@ -21,7 +21,7 @@ STEPS = 12
 
 def _still(build: Build) -> Build:
     """AutoLR around a schedule, with a scale that cannot leave 1."""
-    return lambda optimizer: AutoLR(build(optimizer), scale_bounds=(1, 1))
+    return lambda optimizer: AutoLR(build(optimizer), adapt=Adapt(bounds=(1, 1)))
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def test_the_state_of_the_schedule_is_torchs_and_goes_both_ways(name: str) -> No
         assert state == bare.state_dict()
         rest = [take_step(bare_optimizer, bare) for _ in range(4)]
         # Out of hdet: torch's schedule goes on from the state. Into hdet: AutoLR is put around one that has loaded it.
-        for wrap in (lambda schedule: schedule, lambda schedule: AutoLR(schedule, scale_bounds=(1, 1))):
+        for wrap in (lambda schedule: schedule, lambda schedule: AutoLR(schedule, adapt=Adapt(bounds=(1, 1)))):
             again = make_optimizer()
             schedule = build(again)
             again.load_state_dict(optimizer.state_dict())

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet import AutoLR
+from hdet import Adapt, AutoLR
 from hdet.launch import launch
 from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, mean_and_error
 from hdet.weights.anchor import Anchor
@@ -390,7 +390,9 @@ def test_a_closure_is_sampled_after_it_has_run(by_name: bool) -> None:
     for with_closure, found in lrs.items():
         weights = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
         optimizer = torch.optim.SGD([weights], lr=0.01)
-        scheduler = AutoLR(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), interval=2, start_steps=0)
+        scheduler = AutoLR(
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), interval=2, adapt=Adapt(start_steps=0)
+        )
 
         def closure(weights: nn.Parameter = weights) -> float:
             weights.grad = 2 * weights.detach()

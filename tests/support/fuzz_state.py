@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
+from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
 from hdet.controllers import Decision, Evidence
 from hdet.launch import launch
+from options import grouped
 
 TOTAL, INTERVAL = 24, 3
 
@@ -75,7 +76,7 @@ class Subject:
             schedule: Any = OneCycleLR(optimizer, [0.02, 0.01], TOTAL)
             if detail == "gradient":
                 self.end = TOTAL
-                options |= {"gated": True, "together": False}
+                options |= {"gated": True, "groups": "each"}
             elif detail == "sequential":
                 parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, TOTAL, eta_min=1e-4)]
                 schedule = SequentialLR(optimizer, parts, [4])
@@ -85,7 +86,7 @@ class Subject:
             elif detail == "loss":
                 self.end = TOTAL
                 options |= {"signal": "loss", "first_scale": 0.5, "start_steps": 1}
-            return AutoLR(schedule, **options)
+            return AutoLR(schedule, **grouped(**options))
         if name == "OneCycleAutoLR":
             self.end = TOTAL
             options |= {"total_steps": TOTAL, "model_sync_interval": INTERVAL, "auto_lr_warmup_steps": 2}
@@ -98,12 +99,12 @@ class Subject:
             if detail == "knobs":
                 options |= {"knobs": self._knobs(), "gradients": "local", "probe": self.loss}
             return OneCycleAutoLR(optimizer, [0.02, 0.01], **options)
-        rate = knobs.LearningRate(together=False)
+        rate = knobs.LearningRate(groups="each")
         if detail == "nesterov":
             options = {"gradients": "local", "probe": self.loss, "outer": "nesterov"}
-            return Explorer(model, optimizer, knobs=[*self._knobs(), rate], interval=INTERVAL, **options)
+            return Explorer(model, optimizer, knobs=[*self._knobs(), rate], interval=INTERVAL, **grouped(**options))
         self.knobs = [knobs.Epsilon(), knobs.Beta2()]
-        return Explorer(model, optimizer, knobs=[*self.knobs, rate], interval=INTERVAL, anchor="round")
+        return Explorer(model, optimizer, knobs=[*self.knobs, rate], interval=INTERVAL, adapt=Adapt(anchor="round"))
 
     def _knobs(self) -> list[Any]:
         self.knobs = [knobs.WeightDecay(), knobs.Dropout(self.model)]

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR
 from hdet.knobs import LearningRate
+from options import grouped
 
 TOTAL_STEPS, INTERVAL, SPREAD, MAX_LR = 12, 4, 0.3, 0.05
 
@@ -51,7 +52,7 @@ def paper(optimizer: Optimizer, model: nn.Module, **options: Any) -> OneCycleAut
         "loss_scale": 0.1,
         "cycle_momentum": False,
     }
-    return OneCycleAutoLR(optimizer, MAX_LR, TOTAL_STEPS, model=model, **{**settings, **options})
+    return OneCycleAutoLR(optimizer, MAX_LR, TOTAL_STEPS, model=model, **grouped(**{**settings, **options}))
 
 
 def loss_signal(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:
@@ -65,12 +66,12 @@ def gradient_signal(optimizer: Optimizer, model: nn.Module, **options: Any) -> A
 def _auto(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:
     schedule = OneCycleLR(optimizer, MAX_LR, TOTAL_STEPS, cycle_momentum=False)
     settings: dict[str, Any] = {"interval": INTERVAL, "start_steps": 0, "first_scale": 0.5, "hold_share": 0.0}
-    return AutoLR(schedule, model=model, **{**settings, **options})
+    return AutoLR(schedule, model=model, **grouped(**{**settings, **options}))
 
 
 def nesterov(optimizer: Optimizer, model: nn.Module, **options: Any) -> Explorer:
     settings: dict[str, Any] = {"knobs": [LearningRate(spread=SPREAD)], "interval": INTERVAL, "outer": "nesterov"}
-    return Explorer(model, optimizer, **{**settings, **options})
+    return Explorer(model, optimizer, **grouped(**{**settings, **options}))
 
 
 FACES: dict[str, Face] = {"paper": paper, "loss": loss_signal, "gradient": gradient_signal, "nesterov": nesterov}

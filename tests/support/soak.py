@@ -135,7 +135,7 @@ def _judge_record(scenario: Scenario, records: list[Any]) -> None:
     struck = [
         record for record in records if record[0] >= fault.step and (fault.until or record[0] < fault.step + INTERVAL)
     ]
-    if fault.kind == "nan_gradient" and scenario.how.skip_nonfinite:
+    if fault.kind == "nan_gradient" and scenario.handling.skip_nonfinite:
         assert not any(record[2] for record in records), f"a gradient that was left out did harm: {records}"
     elif fault.kind in SICK and struck:
         if scenario.gradients == "local":
@@ -147,7 +147,7 @@ def _judge_record(scenario: Scenario, records: list[Any]) -> None:
     if fault.kind != "explode":
         assert not any(record[4] for record in records), f"healthy replicas quarantined: {records}"
     # It shows in the loss from the next step on; what is usual has to be known by then.
-    elif scenario.how.quarantine and scenario.gradients == "local" and fault.step > 4 * INTERVAL:
+    elif scenario.handling.quarantine and scenario.gradients == "local" and fault.step > 4 * INTERVAL:
         assert fault.step % INTERVAL == 0 or struck[0][4] == (fault.replica,), f"not quarantined: {struck[0]}"
     if fault.kind == "nan_loss":
         assert all(math.isnan(record[1][fault.replica]) for record in struck), records
@@ -167,8 +167,10 @@ def _judge_simulation(scenario: Scenario, weights: dict[str, Tensor]) -> bool:
     harmless = all(fault.kind in ("slow", "nan_loss", "kill") for fault in scenario.faults if fault.replica not in sick)
     whole = len(sick) + sum(fault.kind == "slow" for fault in scenario.faults) == len(scenario.faults) or not sick
     plain = scenario.face == "local sgd" and not scenario.adam and scenario.resume_at % INTERVAL == 0
-    plain = plain and not scenario.how.overlap and scenario.how.node_rounds == 1
-    left_out = {f.replica: f.step for f in scenario.faults if f.kind == "nan_gradient" and scenario.how.skip_nonfinite}
+    plain = plain and not scenario.averaging.overlap and scenario.averaging.node_rounds == 1
+    left_out = {
+        f.replica: f.step for f in scenario.faults if f.kind == "nan_gradient" and scenario.handling.skip_nonfinite
+    }
     if not (plain and harmless and whole) or scenario.then_on or len(sick) == scenario.num_replicas:
         return False
     replicas = np.zeros((scenario.num_replicas, 2, 3))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR, Operations
+from hdet import Adapt, AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR
 from hdet.knobs import LearningRate
 from hdet.testing import Fault, Injector, collect_weights
 
@@ -43,13 +43,13 @@ KINDS: dict[str, Any] = {
     "error": "error",
     "kill and restart": "kill",
 }
-OPERATIONS = {
-    "plain": Operations(),
-    "quarantine": Operations(quarantine=20),
-    "skip": Operations(skip_nonfinite=True),
-    "late": Operations(overlap=True),
-    "nodes": Operations(node_size=2, node_rounds=2),
-    "all": Operations(quarantine=20, skip_nonfinite=True, overlap=True),
+OPTIONS = {
+    "plain": (Faults(), Averaging()),
+    "quarantine": (Faults(quarantine=20), Averaging()),
+    "skip": (Faults(skip_nonfinite=True), Averaging()),
+    "late": (Faults(), Averaging(overlap=True)),
+    "nodes": (Faults(), Averaging(node_size=2, node_rounds=2)),
+    "all": (Faults(quarantine=20, skip_nonfinite=True), Averaging(overlap=True)),
 }
 
 
@@ -66,16 +66,20 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     resume_at: int = 0
     then_on: int = 0
-    operations: str = "plain"
+    options: str = "plain"
 
     @property
-    def how(self) -> Operations:
-        return OPERATIONS[self.operations]
+    def handling(self) -> Faults:
+        return OPTIONS[self.options][0]
+
+    @property
+    def averaging(self) -> Averaging:
+        return OPTIONS[self.options][1]
 
     @property
     def exact(self) -> bool:
         """Whether a resumed run repeats every bit; otherwise weights are computed from a mean that was rounded."""
-        return self.face in ("paper", "gradient", "local sgd") and not self.how.overlap
+        return self.face in ("paper", "gradient", "local sgd") and not self.averaging.overlap
 
     @property
     def repeatable(self) -> bool:
@@ -84,7 +88,7 @@ class Scenario:
         A checkpoint where replicas are apart puts them at their mean; of local gradients it has one optimizer's state.
         """
         own_state = self.adam and self.gradients == "local"
-        at_mean = self.resume_at % (INTERVAL * self.how.node_rounds) == 0 and not self.how.overlap
+        at_mean = self.resume_at % (INTERVAL * self.averaging.node_rounds) == 0 and not self.averaging.overlap
         return not self.resume_at or (at_mean and not own_state)
 
 
@@ -114,9 +118,9 @@ def draw(seed: int, index: int) -> Scenario:
         faults = [Fault("kill", faults[0].replica, min(NUM_STEPS, resume_at + int(rng.integers(1, INTERVAL + 1))))]
     if story == "resume on another number":
         then_on = int(rng.choice([n for n in (1, 2, 3, 4) if n != num_replicas]))
-    choices = [name for name in OPERATIONS if name != "nodes" or (num_replicas == 4 and not then_on)]
-    operations = "plain" if rng.integers(2) else str(rng.choice(choices))
-    return Scenario(index, story, num_replicas, gradients, face, adam, tuple(faults), resume_at, then_on, operations)
+    choices = [name for name in OPTIONS if name != "nodes" or (num_replicas == 4 and not then_on)]
+    options = "plain" if rng.integers(2) else str(rng.choice(choices))
+    return Scenario(index, story, num_replicas, gradients, face, adam, tuple(faults), resume_at, then_on, options)
 
 
 def _fault(rng: np.random.Generator, kind: Any, num_replicas: int, *, for_good: bool) -> Fault:
@@ -158,15 +162,16 @@ class Training:
 
     def _scheduler(self) -> Any:
         s, optimizer = self.scenario, self.optimizer
-        options: dict[str, Any] = {"gradients": s.gradients, "seed": s.seed, "operations": s.how}
+        options: dict[str, Any] = {"gradients": s.gradients, "seed": s.seed}
+        options |= {"faults": s.handling, "averaging": s.averaging}
         if s.face == "paper":
             options |= {"ensemble_lr_spread_ratio": 0.3, "model_sync_interval": INTERVAL, "enable_auto_lr": True}
             options |= {"auto_lr_warmup_steps": 0, "loss_scale": 0.1, "cycle_momentum": False}
             return OneCycleAutoLR(optimizer, LR, NUM_STEPS, model=self.model, **options)
         if s.face in ("loss", "gradient"):
             schedule = OneCycleLR(optimizer, LR, NUM_STEPS, cycle_momentum=False)
-            options |= {"signal": s.face, "spread": 0.3, "interval": INTERVAL, "start_steps": 0, "hold_share": 0.0}
-            return AutoLR(schedule, model=self.model, **options)
+            options |= {"signal": s.face, "adapt": Adapt(spread=0.3, start_steps=0, hold_share=0.0)}
+            return AutoLR(schedule, model=self.model, interval=INTERVAL, **options)
         knobs = [LearningRate(spread=0.3)] if s.face == "explorer" else []
         return Explorer(self.model, optimizer, knobs=knobs, interval=INTERVAL, **options)
 

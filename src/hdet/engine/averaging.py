@@ -10,7 +10,7 @@ import numpy as np
 from torch.optim import Optimizer
 
 from hdet.checks import BoolArray, FloatArray
-from hdet.operations import Operations
+from hdet.options import Averaging, Faults
 from hdet.policy.quarantine import Quarantine, QuarantineState
 from hdet.replicas.average import Flight, is_healthy
 from hdet.replicas.group import Replicas, shape_digest
@@ -30,7 +30,8 @@ class Together:
         replicas: who takes part.
         outer: where the mean goes.
         optimizer_state: what becomes of the optimizers' state.
-        operations: what is done about faults, and how replicas meet.
+        faults: what is done about faults.
+        averaging: how replicas are averaged.
         apart: whether replicas may differ between converges.
         shared_gradients: whether their optimizers see the same gradients.
     """
@@ -43,7 +44,8 @@ class Together:
         *,
         outer: OuterStep,
         optimizer_state: StatePolicy,
-        operations: Operations,
+        faults: Faults,
+        averaging: Averaging,
         apart: bool,
         shared_gradients: bool,
     ) -> None:
@@ -52,13 +54,14 @@ class Together:
         self.replicas = replicas
         self.outer = outer
         self.optimizer_state: StatePolicy = optimizer_state
-        self.operations = operations
+        self.faults = faults
+        self.averaging = averaging
         self.shared_gradients = shared_gradients
         self.quarantine_state = QuarantineState()
         self._node = None
-        if apart and operations.node_rounds > 1:
-            assert operations.node_size is not None
-            self._node = replicas.node(operations.node_size)
+        if apart and averaging.node_rounds > 1:
+            assert averaging.node_size is not None
+            self._node = replicas.node(averaging.node_size)
         self.flight: Flight | None = None
         """A mean on its way."""
         self._round_ended = math.nan
@@ -68,9 +71,9 @@ class Together:
 
     def exploded(self, losses: FloatArray) -> BoolArray:
         """Replicas whose loss is finite and far above the others'."""
-        if self.operations.quarantine is None or not self.replicas.whole:
+        if self.faults.quarantine is None or not self.replicas.whole:
             return np.zeros(len(losses), dtype=bool)
-        self.quarantine_state, out = Quarantine(self.operations.quarantine).update(self.quarantine_state, losses)
+        self.quarantine_state, out = Quarantine(self.faults.quarantine).update(self.quarantine_state, losses)
         return out
 
     def can_go_on(self, healthy: BoolArray) -> bool:
@@ -85,7 +88,7 @@ class Together:
             raise RuntimeError(
                 f"the weights of {who} are not finite at the converge of step {step}; "
                 "there is nothing to average: resume from a checkpoint with a lower learning rate, or pass "
-                "rollback=True, or operations=Operations(skip_nonfinite=True)"
+                "faults=Faults(rollback=True), or faults=Faults(skip_nonfinite=True)"
             )
 
     def mend_state(self, step: int, healthy: BoolArray, exploded: BoolArray) -> None:
@@ -113,9 +116,9 @@ class Together:
 
         With ``at_once`` all replicas meet now; else the mean may be a node's, or :attr:`flight`, which has to land.
         """
-        wide = at_once or (round_index + 1) % self.operations.node_rounds == 0
+        wide = at_once or (round_index + 1) % self.averaging.node_rounds == 0
         node, who = (None, "all") if wide else (self._node, "node")
-        if self.operations.overlap and not at_once:
+        if self.averaging.overlap and not at_once:
             self.flight = self.weights.depart(node)
             return math.nan, who
         shares = self.outer.shares(losses, healthy)
@@ -141,7 +144,7 @@ class Together:
         converge_s, round_s = now - started, now - self._round_ended
         self._round_ended = now
         share = converge_s / round_s if round_s > 0 else math.nan
-        if not self._warned_slow and converge_s > SLOW_S and share > self.operations.slow_share:
+        if not self._warned_slow and converge_s > SLOW_S and share > self.averaging.slow_share:
             self._warned_slow = True
             warnings.warn(
                 f"the converge of step {step} took {converge_s:.1f} s, {share:.0%} of its round: a rank or the network "

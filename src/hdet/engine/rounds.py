@@ -29,7 +29,7 @@ from hdet.engine.rollback import CUT, Rollback
 from hdet.engine.state import NO_ROLLBACK, joined_of, pack_signal, read_round
 from hdet.history import RoundRecord
 from hdet.knobs.knob_set import Board
-from hdet.operations import PLAIN, Operations
+from hdet.options import Averaging, Faults
 from hdet.policy.quarantine import pack_quarantine
 from hdet.policy.steering import Steering
 from hdet.replicas.agreement import Note, compare_notes
@@ -67,7 +67,8 @@ class RoundLoop:
         outer: where the shared weights go at a converge.
         optimizer_state: what becomes of the optimizers' state at a converge.
         local: what keeps gradients from being averaged, to be closed in the end; None where they are shared.
-        operations: what is done about faults, and how replicas meet.
+        faults: what is done about faults.
+        averaging: how replicas are averaged.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class RoundLoop:
         outer: OuterStep | None = None,
         optimizer_state: StatePolicy = "keep",
         local: Callable[[], ExitStack] | None = None,
-        operations: Operations = PLAIN,
+        faults: Faults,
+        averaging: Averaging,
     ) -> None:
         self.lock = threading.RLock()
         """Held by whatever changes the state, so that another thread may save it in the meantime."""
@@ -115,14 +117,15 @@ class RoundLoop:
         self.counts_updates = self.active and replicas.group is not None
         self.board = board
         self.outer = outer or OuterStep()
-        self.operations = operations
+        self.faults = faults
         self.together = Together(
             optimizer,
             weights,
             replicas,
             outer=self.outer,
             optimizer_state=optimizer_state,
-            operations=operations,
+            faults=faults,
+            averaging=averaging,
             apart=apart,
             shared_gradients=local is None,
         )
@@ -194,6 +197,11 @@ class RoundLoop:
         if len(self.board):
             self.board.write(self.steering.positions(None if at_base else self._index))
 
+    @property
+    def at_base(self) -> bool:
+        """Whether knobs stand at their base values: training has ended, or a block shows the mean."""
+        return self.finished or self._inside_converged
+
     def before_optimizer_step(self) -> None:
         """Set the anchor in the first step, when the weights are what training starts from; sample the gradient."""
         if _is_rehearsal(self.optimizer):
@@ -204,7 +212,7 @@ class RoundLoop:
             self._begin()
             if self.gradient is not None:
                 self.gradient.sample(self.optimizer)
-        if self.operations.skip_nonfinite:
+        if self.faults.skip_nonfinite:
             drop_nonfinite(self.optimizer)
 
     def after_optimizer_step(self) -> None:

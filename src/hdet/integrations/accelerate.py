@@ -117,7 +117,7 @@ class HDETScheduler:
 
     def _check_save(self, models: Any, weights: Any, output_dir: str) -> None:
         # Weights have been collected by now, so it is too late to average them.
-        if self.scheduler._rounds.weights_apart(self.scheduler.last_epoch):
+        if self.scheduler.weights_apart:
             raise RuntimeError(
                 "accelerator.save_state() must not be called while replicas are apart: it would save one of them; "
                 "call scheduler.save_state(), which saves their mean"

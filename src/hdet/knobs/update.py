@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import is_flag, number, require
+from hdet.checks import is_flag, number, require, require_one_of
 from hdet.knobs.base import FROM_SPACE, TO_SPACE, Knob, replaced
 
 
@@ -74,15 +74,18 @@ class LearningRate:
 
     Args:
         spread: alpha of Eq. 1.
-        together: one knob for all param groups, or one for each.
+        groups: one knob for all param groups (``"together"``), or one for ``"each"``.
         adapt: whether it moves.
     """
 
-    def __init__(self, *, spread: float = 0.1, together: bool = True, adapt: bool = True) -> None:
-        require(0 <= number(spread) < 1, "spread", "in [0, 1)", spread, of=" of learning_rate")
-        for name, flag in (("together", together), ("adapt", adapt)):
-            require(is_flag(flag), name, "True or False", flag, of=" of learning_rate")
-        self.spread, self.together, self.adapt = spread, together, adapt
+    def __init__(
+        self, *, spread: float = 0.1, groups: Literal["together", "each"] = "together", adapt: bool = True
+    ) -> None:
+        of = " of learning_rate"
+        require(0 <= number(spread) < 1, "spread", "in [0, 1)", spread, of=of)
+        require_one_of("groups", groups, "together", "each", of=of)
+        require(is_flag(adapt), "adapt", "True or False", adapt, of=of)
+        self.spread, self.groups, self.adapt = spread, groups, adapt
 
 
 class WeightDecay(_GroupKnob):

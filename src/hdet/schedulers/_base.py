@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 from hdet.checks import numbers_of, shown, whole
 from hdet.engine.rounds import RoundLoop
 from hdet.history import RoundRecord
-from hdet.schedulers._options import MAX_LR
+from hdet.schedulers._common import MAX_LR
 from hdet.schedulers._torch_state import LRS, MOMENTA
 from hdet.signals.loss import Loss
 
@@ -92,6 +92,16 @@ class RoundFace:
         return self._rounds.history
 
     @property
+    def finished(self) -> bool:
+        """Whether training has ended: at ``total_steps``, or by :meth:`finish`."""
+        return self._rounds.finished
+
+    @property
+    def weights_apart(self) -> bool:
+        """Whether the weights on this rank are one replica's own, not the mean of all."""
+        return self._rounds.weights_apart(self.last_epoch)
+
+    @property
     def _rounds(self) -> RoundLoop:
         assert self._loop is not None
         if len(self.optimizer.param_groups) != len(self._loop.knob_of_group):
@@ -144,7 +154,7 @@ class RoundFace:
                 optimizer.param_groups = groups
 
     def _warn_if_apart(self) -> None:
-        if self._rounds.weights_apart(self.last_epoch):
+        if self.weights_apart:
             warnings.warn(
                 f"state_dict() at step {self.last_epoch}, where replicas are apart: weights saved now are this "
                 "replica's alone. Save inside `with scheduler.converged():`, or call scheduler.converge() first",
@@ -240,7 +250,7 @@ class RoundFace:
 
         optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
-        watches = loop.anchor is not None or loop.rollback is not None or loop.operations.skip_nonfinite
+        watches = loop.anchor is not None or loop.rollback is not None or loop.faults.skip_nonfinite
         # A compiled step must not trace these: what they count would have to be compiled anew in every step.
         if watches or loop.apart:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]

@@ -8,51 +8,43 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from hdet.checks import shown
-from hdet.controllers import Controller, EvidenceController
+from hdet.controllers import Controller, EvidenceController, JointController
 from hdet.engine.rollback import Rollback
 from hdet.engine.rounds import RoundLoop
 from hdet.knobs import Knob, LearningRate
 from hdet.knobs.knob_set import Board
-from hdet.operations import PLAIN, Operations
+from hdet.options import AnchorChoice, Groups
 from hdet.policy.steering import NO_PANEL, Panel, Steering
 from hdet.replicas.group import (
     Replicas,
     check_parameters,
+    find_replicas,
     refuse_copies,
     refuse_shared_gradients,
     shape_digest,
     trained_parameters,
 )
 from hdet.replicas.sharding import sharding
+from hdet.schedulers._common import Common
 from hdet.signals.gradient import GradientSignal, default_sample_every
-from hdet.signals.probe import Probe
 from hdet.weights.anchor import Anchor
 from hdet.weights.averaged import Weights
-from hdet.weights.outer import OuterStep, StatePolicy
 from hdet.weights.snapshot import Snapshot
 
 MIN_ROUNDS = 50
 """With fewer rounds there is no time for a cold start: the schedule begins, and warms up, as it is."""
 
-HOLD_SHARE = 0.05
-"""Share of a run, at its end, in which the learned scale holds still."""
-
 FIRST_SCALES = {"gradient": 0.03, "loss": 0.2}
 """Where the learned scale starts, by signal: low enough that a schedule 30 times too high does no harm in its first
 rounds, and no lower than the signal can climb from in a few of them."""
 
-AnchorChoice = Literal["start", "round"] | int
-Gradients = Literal["shared", "local"]
-Device = torch.device | str | None
+Signal = Literal["loss", "gradient"]
 
 
-def make_evidence_controller(signal: Literal["loss", "gradient"], **settings: float) -> EvidenceController:
+def make_evidence_controller(signal: Signal, **settings: float) -> EvidenceController:
     """The controller that goes with a signal, unless told otherwise.
 
     Losses of replicas have far larger standard errors than the first-order signal, so the same slope is fewer of them:
@@ -66,70 +58,114 @@ def starts_cold(total_steps: int | None, interval: int) -> bool:
     return total_steps is None or total_steps >= MIN_ROUNDS * interval
 
 
-def auto_settings(signal: Literal["loss", "gradient"], total_steps: int | None, interval: int) -> dict[str, Any]:
-    """The arguments of :func:`make_loop` that make AutoLR out of a schedule, unless told otherwise."""
-    cold = starts_cold(total_steps, interval)
-    end = math.inf if total_steps is None else (1 - HOLD_SHARE) * total_steps
+def auto_settings(common: Common, signal: Signal) -> dict[str, Any]:
+    """The arguments of :func:`make_loop` that make AutoLR out of a schedule."""
+    adapt, total = common.adapt, common.total_steps
+    cold = starts_cold(total, common.interval)
+    first_scale = FIRST_SCALES[signal] if cold else 1.0
     return {
-        "controller": make_evidence_controller(signal),
-        "acting": ((total_steps or 0) // 50, end),
-        "together": True,
-        "gated": cold,
-        "first_scale": FIRST_SCALES[signal] if cold else 1.0,
+        "controller": make_evidence_controller(signal) if adapt.controller is None else adapt.controller,
+        "acting": (common.start_steps, math.inf if total is None else (1 - adapt.hold_share) * total),
+        "groups": adapt.groups,
+        "gated": cold if adapt.gated is None else adapt.gated,
+        "first_scale": first_scale if adapt.first_scale is None else adapt.first_scale,
         "signal": signal,
-        "anchor": "start",
-        "rollback": True,
     }
 
 
-def agree(
-    replicas: Replicas, arguments: Mapping[str, Any], optimizer: Optimizer, model: nn.Module | None, *, wait: bool
-) -> None:
-    """Find out at construction when ranks pass different arguments or hold different parameters."""
-    parameters = trained_parameters(optimizer, model)
+def make_knobs(common: Common, knobs: Sequence[Knob | LearningRate]) -> Board:
+    """The knobs beside a learning rate, checked and bound to what they are written into."""
+    others = [knob for knob in knobs if isinstance(knob, Knob)]
+    if len(others) < len(knobs):
+        raise ValueError("knobs must not contain LearningRate here: the scheduler explores the learning rate itself")
+    model = common.model
+    found = Board(others, probe=common.probe, model=model)
+    found.bind(common.optimizer, gradients=common.gradients)
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        buffers = {id(buffer) for buffer in model.buffers()}
+        sent = [knob.name for knob in others if id(knob._get()) in buffers]
+        if sent:
+            raise ValueError(
+                f"knobs must not be buffers that DistributedDataParallel overwrites with rank 0's, but {sent} are; "
+                "construct it with forward_sync_buffers=False (broadcast_buffers=False in older versions)"
+            )
+    return found
+
+
+def refuse_outer_step(common: Common) -> None:
+    """Raise where a schedule's replicas share gradients and are to do more than meet at their mean."""
+    if common.gradients == "shared":
+        reason = 'with a schedule it needs replicas that train on gradients of their own; pass gradients="local"'
+        common.averaging.refuse({"outer": reason, "optimizer_state": reason})
+
+
+def agree(common: Common, knobs: Board, facts: Mapping[str, Any], *, spread: float, wait: bool = True) -> Replicas:
+    """The replicas; an error on all of them where ranks pass different arguments or hold different parameters."""
+    apart = spread > 0 or common.gradients == "local" or any(knob.spread for knob in knobs)
+    replicas = find_replicas(common.optimizer, common.process_group, spread=float(apart))
+    parameters = trained_parameters(common.optimizer, common.model)
     check_parameters(parameters)
     sizes = f"{len(parameters)} tensors of {sum(p.numel() for p in parameters)} elements"
-    groups = len(optimizer.param_groups)
-    facts = {**arguments, "parameters": f"{sizes} in {groups} groups (shapes {shape_digest(parameters):08x})"}
-    replicas.agree(facts, wait=wait)
+    groups = len(common.optimizer.param_groups)
+    held = {"parameters": f"{sizes} in {groups} groups (shapes {shape_digest(parameters):08x})"}
+    # Without a reason to wait a rank only states its facts; the others learn of it all the same.
+    replicas.agree({**facts, **{f"knob {knob.name}": knob.facts() for knob in knobs}, **held}, wait=wait or apart)
+    return replicas
+
+
+def warn_if_alone(knobs: Board, replicas: Replicas) -> None:
+    """Knobs are learned by comparing replicas."""
+    if len(knobs) and replicas.count == 1:
+        warnings.warn(
+            "knobs are explored by several replicas, and there is one: training continues with every knob as it is. "
+            "Start several with torchrun, and initialise the process group first",
+            stacklevel=3,
+        )
+
+
+def panel_beside_lr(common: Common, knobs: Board) -> Panel:
+    """The knobs as numbers, with a controller of their own, beside a learning rate that has another."""
+    if not len(knobs):
+        return NO_PANEL
+    controller = JointController() if any(knob.adapt for knob in knobs) else None
+    return knobs.panel(controller, balanced=common.adapt.assignment == "balanced")
 
 
 def make_loop(
-    optimizer: Optimizer,
-    model: nn.Module | None,
+    common: Common,
     replicas: Replicas,
+    board: Board,
+    panel: Panel,
     *,
     controller: Controller | None,
     spread: float,
-    interval: int,
     acting: tuple[float, float],
-    scale_bounds: tuple[float, float],
-    seed: int,
     step: int,
-    together: bool = False,
+    groups: Groups,
     gated: bool = False,
     first_scale: float = 1.0,
-    signal: Literal["loss", "gradient"] = "loss",
-    anchor: AnchorChoice = "round",
-    anchor_device: Device = None,
-    anchor_dtype: torch.dtype | None = None,
-    sample_every: int | None = None,
-    rollback: bool = False,
-    max_rollbacks: int = 20,
-    snapshot_device: Device = None,
-    board: Board | None = None,
-    panel: Panel = NO_PANEL,
-    gradients: Gradients = "shared",
-    outer: OuterStep | None = None,
-    optimizer_state: StatePolicy = "keep",
-    operations: Operations = PLAIN,
+    signal: Signal = "loss",
+    anchor: AnchorChoice | None = None,
+    rollback: bool = True,
+    bounds: tuple[float, float] | None = None,
 ) -> RoundLoop:
-    """A round loop from a scheduler's arguments."""
+    """A round loop from a scheduler's arguments.
+
+    Whoever calls it has filled in the defaults of :class:`~hdet.Adapt` that depend on the signal. ``acting``: base
+    values move at rounds that end after the first of these steps, and up to the second. ``step``: optimizer steps
+    already taken. ``rollback``: what holds where ``Faults`` does not say. ``anchor``, ``bounds``: where they are not
+    those of ``Adapt``.
+    """
+    optimizer, model, adapt, faults, averaging = (
+        common.optimizer, common.model, common.adapt, common.faults, common.averaging,
+    )  # fmt: skip
+    interval, anchor, gradients = common.interval, anchor or adapt.anchor, common.gradients
     num_groups = len(optimizer.param_groups)
+    together = groups == "together"
     knob_of_group = [0] * num_groups if together else list(range(num_groups))
     wanted = spread > 0 or gradients == "local" or any(panel.spreads)
     apart = wanted and replicas.count > 1
-    _check_operations(operations, optimizer, outer, optimizer_state)
+    _check_whole_gradients(common)
     if apart:
         refuse_copies(optimizer, model)
     if apart and gradients == "local":
@@ -137,11 +173,11 @@ def make_loop(
     spread = spread if apart else 0.0
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
     anchored = signal == "gradient" or (anchor != "round" and spread > 0)
-    kept = Anchor(device=anchor_device, dtype=anchor_dtype) if anchored else None
+    kept = Anchor(device=common.copies.anchor_device, dtype=common.copies.anchor_dtype) if anchored else None
     gradient = None
     if signal == "gradient":
         assert kept is not None
-        every = sample_every or default_sample_every(optimizer, interval)
+        every = adapt.sample_every or default_sample_every(optimizer, interval)
         gradient = GradientSignal(
             kept, knob_of_group, sample_every=every, num_ranks=replicas.count * replicas.num_parts
         )
@@ -150,16 +186,17 @@ def make_loop(
         num_replicas=replicas.count if apart else 1,
         spread=spread,
         controller=controller,
-        scale_bounds=scale_bounds,
+        scale_bounds=bounds or adapt.bounds,
         gated=gated and (spread > 0 or gradient is not None),
-        seed=seed,
+        seed=common.seed,
         round_index=step // interval,
         first_scale=first_scale if spread > 0 or gradient is not None else 1.0,
         panel=panel,
     )
     undo = None
-    if rollback and (apart or gradient):
-        undo = Rollback(Snapshot(snapshot_device), max_rollbacks, strict=operations.strict_rollbacks)
+    if (rollback if faults.rollback is None else faults.rollback) and (apart or gradient):
+        snapshot = Snapshot(common.copies.snapshot_device)
+        undo = Rollback(snapshot, faults.max_rollbacks, strict=faults.strict_rollbacks)
     return RoundLoop(
         optimizer,
         Weights(optimizer, model, replicas),
@@ -175,27 +212,18 @@ def make_loop(
         rollback=undo,
         step=step,
         apart=apart,
-        board=board or Board(),
-        outer=outer,
-        optimizer_state=optimizer_state,
+        board=board,
+        outer=averaging.make_outer(),
+        optimizer_state=averaging.optimizer_state,
         local=(lambda: _without_sync(model)) if gradients == "local" else None,
-        operations=operations,
+        faults=faults,
+        averaging=averaging,
     )
 
 
-def _check_operations(
-    operations: Operations, optimizer: Optimizer, outer: OuterStep | None, optimizer_state: StatePolicy
-) -> None:
-    late = "overlap" if operations.overlap else "node_rounds" if operations.node_rounds > 1 else None
-    if late and outer is not None and outer.kind != "mean":
-        raise ValueError(f'{late} needs outer="mean", which can be taken late and in parts, but got {outer!r}')
-    if late and optimizer_state == "average":
-        raise ValueError(
-            f'{late} saves communication, but optimizer_state="average" needs that of the optimizer\'s state at once, '
-            'in every round; use "keep" or "reset"'
-        )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if operations.skip_nonfinite and any(
+def _check_whole_gradients(common: Common) -> None:
+    parameters = [p for group in common.optimizer.param_groups for p in group["params"]]
+    if common.faults.skip_nonfinite and any(
         sharding(p) is not None or type(p).__name__ == "FlatParameter" for p in parameters
     ):
         raise ValueError(
@@ -211,52 +239,3 @@ def _without_sync(model: nn.Module | None) -> ExitStack:
         if isinstance(module, DistributedDataParallel):
             stack.enter_context(module.no_sync())
     return stack
-
-
-def make_board(
-    knobs: Sequence[Knob], probe: Probe | None, model: nn.Module | None, optimizer: Optimizer, gradients: Gradients
-) -> Board:
-    """The knobs beside a learning rate, checked and bound to what they are written into."""
-    for knob in knobs:
-        if isinstance(knob, LearningRate):
-            raise ValueError(
-                "knobs must not contain LearningRate here: the scheduler explores the learning rate itself"
-            )
-        if not isinstance(knob, Knob):
-            raise TypeError(f"knobs must be made of hdet.knobs, but got {type(knob).__name__}")
-    if not isinstance(gradients, str) or gradients not in ("shared", "local"):
-        raise ValueError(f'gradients must be one of "shared", "local", but got gradients={shown(gradients)}')
-    if probe is not None and not callable(probe):
-        raise TypeError(f"probe must be a function that returns a loss, but got {type(probe).__name__}")
-    if model is None and (probe is not None or gradients == "local"):
-        which = "probe=" if probe is not None else 'gradients="local"'
-        raise ValueError(f"{which} needs model=, the one that is trained, wrapped as it is")
-    board = Board(knobs, probe=probe, model=model)
-    board.bind(optimizer, gradients=gradients)
-    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
-        buffers = {id(buffer) for buffer in model.buffers()}
-        sent = [knob.name for knob in knobs if id(knob._get()) in buffers]
-        if sent:
-            raise ValueError(
-                f"knobs must not be buffers that DistributedDataParallel overwrites with rank 0's, but {sent} are; "
-                "construct it with forward_sync_buffers=False (broadcast_buffers=False in older versions)"
-            )
-    return board
-
-
-def warn_if_alone(board: Board, replicas: Replicas) -> None:
-    """Knobs are learned by comparing replicas."""
-    if len(board) and replicas.count == 1:
-        warnings.warn(
-            "knobs are explored by several replicas, and there is one: training continues with every knob as it is. "
-            "Start several with torchrun, and initialise the process group first",
-            stacklevel=3,
-        )
-
-
-def common_facts(board: Board, gradients: Gradients, operations: Operations) -> dict[str, str]:
-    """What replicas must agree about, whatever the scheduler."""
-    if not isinstance(operations, Operations):
-        raise TypeError(f"operations must be an hdet.Operations, but got {type(operations).__name__}")
-    facts = {"gradients": gradients, "probe": str(board.probe is not None), "operations": str(operations)}
-    return facts | {f"knob {k.name}": k.facts() for k in board}

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
@@ -19,12 +18,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hdet.checks import whole_of
-from hdet.controllers import Controller, JointController
+from hdet.checks import require_one_of, whole, whole_of
 from hdet.knobs import Knob
-from hdet.operations import PLAIN, Operations
-from hdet.policy.steering import NO_PANEL
-from hdet.replicas.group import find_replicas
+from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._base import (
     STATE_VERSION,
     RoundFace,
@@ -36,20 +32,16 @@ from hdet.schedulers._base import (
     write_lr,
 )
 from hdet.schedulers._build import (
-    FIRST_SCALES,
-    HOLD_SHARE,
-    AnchorChoice,
-    Device,
-    Gradients,
+    Signal,
     agree,
-    common_facts,
-    make_board,
-    make_evidence_controller,
+    auto_settings,
+    make_knobs,
     make_loop,
-    starts_cold,
+    panel_beside_lr,
+    refuse_outer_step,
     warn_if_alone,
 )
-from hdet.schedulers._options import MAX_LR, check_auto_lr, check_parts, check_total_steps
+from hdet.schedulers._common import MAX_LR, Common, Gradients
 from hdet.schedulers._torch_state import all_of, check_lrs, copied, is_torchs, leave_out_joined, load_schedule, parts_of
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
@@ -80,28 +72,12 @@ class AutoLR(RoundFace, LRScheduler):
         interval: T, optimizer steps of a round; default a hundredth of ``total_steps``, at most 1000; 100 without.
         total_steps: length of the run, where the schedule does not tell. Without it the scale never holds still, and
             the last round has to be ended by :meth:`converge`.
-        spread: alpha in [0, 1) of the fan-out, with ``signal="loss"``.
-        controller: what moves the scale; default an ``EvidenceController`` tuned to the signal.
-        anchor: from where effects are measured: the ``"start"`` of the run, the last ``"round"``, or renewed every so
-            many rounds. A copy of the weights.
-        anchor_device, anchor_dtype: where, and how precisely, that copy is kept; default like the weights.
-        sample_every: steps between samples of the gradient signal; default every step of a small model, every eighth of
-            one with more than ten million parameters, at most 64 a round.
-        together: one scale for all param groups, or one for each.
-        gated: whether the schedule's warm-up needs evidence; default in a run of at least 50 rounds.
-        first_scale: where the scale starts; default 0.03 with the gradient signal, which climbs from there in a few
-            rounds, and 0.2 with the loss signal; 1 in a run of fewer than 50 rounds. A start below 1 is what makes a
-            schedule far too high harmless.
-        rollback: whether a broken round is undone. A copy of the weights and of the optimizer's state.
-        max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,
-            with a warning; see ``Operations(strict_rollbacks=True)`` for an error. As many in a row are an error.
-        snapshot_device: where that copy is kept; default beside the weights.
-        start_steps: steps before the scale may move; default a fiftieth of ``total_steps``.
-        hold_share: share of ``total_steps`` at the end in which the scale holds still.
-        scale_bounds: the scale stays inside.
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate; replicas then differ with either signal.
         gradients, probe: as in Explorer.
-        operations: what is done about faults, and how replicas meet on a large cluster.
+        adapt: how the scale adapts: controller, spread, anchor, where it starts and when it may move.
+        copies: where copies of the weights live.
+        faults: what is done about broken rounds and replicas.
+        averaging: how replicas are averaged.
         process_group: the ranks that train this model; default all of them.
         seed: of the private permutations.
 
@@ -124,69 +100,34 @@ class AutoLR(RoundFace, LRScheduler):
         signal: Literal["auto", "gradient", "loss"] = "auto",
         interval: int | None = None,
         total_steps: int | None = None,
-        spread: float = 0.1,
-        controller: Controller | None = None,
-        anchor: AnchorChoice = "start",
-        anchor_device: Device = None,
-        anchor_dtype: torch.dtype | None = None,
-        sample_every: int | None = None,
-        together: bool = True,
-        gated: bool | None = None,
-        first_scale: float | None = None,
-        rollback: bool = True,
-        max_rollbacks: int = 20,
-        snapshot_device: Device = None,
-        start_steps: int | None = None,
-        hold_share: float = HOLD_SHARE,
-        scale_bounds: tuple[float, float] = (1e-6, 1e6),
         knobs: Sequence[Knob] = (),
         gradients: Gradients = "shared",
         probe: Probe | None = None,
-        operations: Operations = PLAIN,
+        adapt: Adapt = Adapt(),
+        copies: Copies = Copies(),
+        faults: Faults = Faults(),
+        averaging: Averaging = Averaging(),
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
         _check_schedule(schedule)
-        check_parts(
-            knobs=knobs, model=model, controller=controller, process_group=process_group, anchor_device=anchor_device,
-            anchor_dtype=anchor_dtype, snapshot_device=snapshot_device,
-        )  # fmt: skip
-        check_total_steps(total_steps)
-        if total_steps is None:
-            total_steps = _length(schedule)
-        if interval is None:
-            interval = 100 if total_steps is None else max(1, min(1000, total_steps // 100))
-        if start_steps is None:
-            start_steps = (total_steps or 0) // 50
-        arguments: dict[str, Any] = {
-            "schedule": type(schedule).__name__,
-            "signal": signal,
-            "interval": interval,
-            "total_steps": total_steps,
-            "spread": spread,
-            "anchor": anchor,
-            "sample_every": sample_every,
-            "together": together,
-            "gated": gated,
-            "first_scale": first_scale,
-            "rollback": rollback,
-            "max_rollbacks": max_rollbacks,
-            "start_steps": start_steps,
-            "hold_share": hold_share,
-            "scale_bounds": scale_bounds,
-            "seed": seed,
-        }
-        check_auto_lr(arguments)
+        require_one_of("signal", signal, "auto", "gradient", "loss")
         optimizer = schedule.optimizer
+        total_steps = _length(schedule) if total_steps is None else total_steps
+        common = Common(
+            optimizer=optimizer, model=model, interval=_default_interval(total_steps) if interval is None else interval,
+            total_steps=total_steps, knobs=knobs, gradients=gradients, probe=probe, adapt=adapt, copies=copies,
+            faults=faults, averaging=averaging, process_group=process_group, seed=seed,
+        )  # fmt: skip
+        refuse_outer_step(common)
         refuse_second(optimizer)
-        uses_loss = signal == "loss"
-        kind: Literal["loss", "gradient"] = "loss" if uses_loss else "gradient"
-        board = make_board(knobs, probe, model, optimizer, gradients)
-        apart = (uses_loss and spread > 0) or gradients == "local" or any(knob.spread for knob in board)
-        replicas = find_replicas(optimizer, process_group, spread=float(apart))
-        agree(replicas, {**arguments, **common_facts(board, gradients, operations)}, optimizer, model, wait=True)
-        warn_if_alone(board, replicas)
-        if uses_loss and replicas.count == 1:
+        kind: Signal = "loss" if signal == "loss" else "gradient"
+        spread = adapt.spread if kind == "loss" else 0.0
+        beside = make_knobs(common, knobs)
+        facts = {"schedule": type(schedule).__name__, "signal": signal, **common.facts()}
+        replicas = agree(common, beside, facts, spread=spread)
+        warn_if_alone(beside, replicas)
+        if kind == "loss" and replicas.count == 1:
             warnings.warn(
                 'signal="loss" compares replicas, and there is one: training continues with the schedule as it is. '
                 'Use signal="gradient", or start several with torchrun',
@@ -204,36 +145,10 @@ class AutoLR(RoundFace, LRScheduler):
             part.base_lrs = [float(lr) for lr in part.base_lrs]
         lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._schedule_lrs = lrs[: len(self.base_lrs)]
-        cold = starts_cold(total_steps, interval)
-        if first_scale is None:
-            first_scale = FIRST_SCALES[kind] if cold else 1.0
         loop = make_loop(
-            optimizer,
-            model,
-            replicas,
-            controller=make_evidence_controller(kind) if controller is None else controller,
-            spread=spread if uses_loss else 0.0,
-            interval=interval,
-            acting=(start_steps, math.inf if total_steps is None else (1 - hold_share) * total_steps),
-            scale_bounds=scale_bounds,
-            seed=seed,
-            step=self._step,
-            together=together,
-            gated=cold if gated is None else gated,
-            first_scale=first_scale,
-            signal=kind,
-            anchor=anchor,
-            anchor_device=anchor_device,
-            anchor_dtype=anchor_dtype,
-            sample_every=sample_every,
-            rollback=rollback,
-            max_rollbacks=max_rollbacks,
-            snapshot_device=snapshot_device,
-            board=board,
-            panel=board.panel(JointController() if any(k.adapt for k in board) else None) if len(board) else NO_PANEL,
-            gradients=gradients,
-            operations=operations,
-        )
+            common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self._step,
+            **auto_settings(common, kind),
+        )  # fmt: skip
         for lr in lrs[len(self.base_lrs) :]:  # of groups that were added after the schedule was made
             loop.follow(lr / lrs[0] if lrs[0] > 0 else 1.0)
         self._attach(optimizer, loop)
@@ -408,6 +323,10 @@ def _check_schedule(schedule: Any) -> None:
         raise TypeError(
             f"schedule must not be a scheduler of hdet, but got {type(schedule).__name__}; wrap a plain one"
         )
+
+
+def _default_interval(total_steps: int | None) -> int:
+    return 100 if total_steps is None else max(1, min(1000, whole(total_steps) // 100))
 
 
 def _length(schedule: LRScheduler) -> int | None:

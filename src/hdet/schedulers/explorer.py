@@ -6,17 +6,16 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from hdet.checks import whole_of
-from hdet.controllers import Controller, JointController
+from hdet.controllers import JointController
 from hdet.knobs import Knob, LearningRate
-from hdet.operations import PLAIN, Operations
-from hdet.replicas.group import find_replicas
+from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._base import (
     STATE_VERSION,
     RoundFace,
@@ -26,14 +25,23 @@ from hdet.schedulers._base import (
     refuse_second,
     write_lr,
 )
-from hdet.schedulers._build import AnchorChoice, Device, Gradients, agree, common_facts, make_board, make_loop
-from hdet.schedulers._options import check_explorer, check_parts
+from hdet.schedulers._build import agree, make_knobs, make_loop
+from hdet.schedulers._common import Common, Gradients
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
-from hdet.weights.outer import OuterStep, StatePolicy
 
 LR_OPTIMISM = 0.75
 """Optimism of the learning rate under the loss signal; other knobs have none."""
+
+_UNUSED = {
+    "spread": "Explorer spreads knobs; use knobs.LearningRate(spread=...) among them",
+    "groups": "Explorer has it in knobs.LearningRate(groups=...)",
+    "gated": "Explorer has no schedule whose warm-up could be gated",
+    "first_scale": "Explorer starts every knob from the value it has",
+    "hold_share": "Explorer adapts to the end; call finish() where it should stop",
+    "sample_every": "Explorer compares losses, and samples no gradients",
+}
+"""Of Adapt, with the reason."""
 
 
 class Explorer(RoundFace):
@@ -57,23 +65,10 @@ class Explorer(RoundFace):
         probe: a function that returns the loss on held-out data, the same on every replica. It is called at the end of
             a round in evaluation mode, and is what knobs learn from instead of the training loss.
         total_steps: length of the run, where it is known.
-        controller: what moves the base values; default a ``JointController``. A ``PaperController`` gives the
-            paper's softmax.
-        assignment: ``"balanced"``, as orthogonal as the number of replicas allows, or ``"permutation"``, the paper's
-            independent permutations.
-        anchor: from where the learning rate's effect is measured, as in AutoLR.
-        anchor_device: where its copy of the weights is kept.
-        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"`` or an ``OuterStep``.
-        optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
-            and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
-            rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
-            moment, and one rank's checkpoint is enough. ``"reset"`` starts it anew.
-        start_steps: steps before base values may move.
-        rollback: whether a broken round is undone. Two copies of the weights and of the optimizer's state.
-        max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,
-            with a warning; see ``Operations(strict_rollbacks=True)`` for an error. As many in a row are an error.
-        snapshot_device: where those copies are kept; default beside the weights.
-        operations: what is done about faults, and how replicas meet on a large cluster.
+        adapt: how base values adapt: controller, assignment, anchor, bounds and start.
+        copies: where copies of the weights live.
+        faults: what is done about broken rounds and replicas.
+        averaging: how replicas are averaged, and what becomes of their optimizers' state.
         process_group: the ranks that train this model; default all of them.
         seed: of the assignments.
 
@@ -102,55 +97,32 @@ class Explorer(RoundFace):
         gradients: Gradients = "shared",
         probe: Probe | None = None,
         total_steps: int | None = None,
-        controller: Controller | None = None,
-        assignment: Literal["balanced", "permutation"] = "balanced",
-        anchor: AnchorChoice = "start",
-        anchor_device: Device = None,
-        outer: OuterStep | Literal["mean", "weighted", "nesterov"] = "mean",
-        optimizer_state: StatePolicy = "keep",
-        start_steps: int = 0,
-        rollback: bool = True,
-        max_rollbacks: int = 20,
-        snapshot_device: Device = None,
-        operations: Operations = PLAIN,
+        adapt: Adapt = Adapt(),
+        copies: Copies = Copies(),
+        faults: Faults = Faults(),
+        averaging: Averaging = Averaging(),
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, but got {type(model).__name__}")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}")
-        check_parts(
-            knobs=knobs, controller=controller, process_group=process_group, anchor_device=anchor_device,
-            snapshot_device=snapshot_device,
+        common = Common(
+            optimizer=optimizer, model=model, interval=interval, total_steps=total_steps, knobs=knobs,
+            gradients=gradients, probe=probe, adapt=adapt, copies=copies, faults=faults, averaging=averaging,
+            process_group=process_group, seed=seed,
         )  # fmt: skip
-        arguments: dict[str, Any] = {
-            "interval": interval,
-            "total_steps": total_steps,
-            "assignment": assignment,
-            "anchor": anchor,
-            "optimizer_state": optimizer_state,
-            "start_steps": start_steps,
-            "rollback": rollback,
-            "max_rollbacks": max_rollbacks,
-            "seed": seed,
-        }
-        check_explorer(arguments)
+        adapt.refuse(_UNUSED)
         refuse_second(optimizer)
-        outer = outer if isinstance(outer, OuterStep) else OuterStep(outer)
         rates = [knob for knob in knobs if isinstance(knob, LearningRate)]
         if len(rates) > 1:
             raise ValueError(f"knobs must contain LearningRate once at most, but got {len(rates)}")
-        board = make_board([k for k in knobs if not isinstance(k, LearningRate)], probe, model, optimizer, gradients)
+        others = make_knobs(common, [knob for knob in knobs if isinstance(knob, Knob)])
         rate = rates[0] if rates else LearningRate(spread=0.0, adapt=False)
-        if gradients == "shared" and outer.kind == "nesterov" and not knobs:
+        if gradients == "shared" and averaging.make_outer().kind == "nesterov" and not knobs:
             raise ValueError('outer="nesterov" needs replicas that differ; use gradients="local", or pass knobs')
         if not knobs and gradients == "shared":
             raise ValueError('knobs must not be empty with gradients="shared": there would be nothing to explore')
-        apart = gradients == "local" or rate.spread > 0 or any(knob.spread for knob in board)
-        replicas = find_replicas(optimizer, process_group, spread=float(apart))
-        facts = {**arguments, "outer": outer, "learning_rate": vars(rate), **common_facts(board, gradients, operations)}
-        agree(replicas, facts, optimizer, model, wait=True)
+        replicas = agree(common, others, {"learning_rate": vars(rate), **common.facts()}, spread=rate.spread)
         if replicas.count == 1:
             warnings.warn(
                 "Explorer compares replicas, and there is one: training continues with every knob as it is. Start "
@@ -162,34 +134,16 @@ class Explorer(RoundFace):
         self.last_epoch = 0
         self._explores_lr = bool(rates)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        num_lrs = 1 if rate.together else len(optimizer.param_groups)
-        if controller is None:
-            controller = JointController(optimism=[LR_OPTIMISM] * num_lrs + [0.0] * len(board))
-        adapts = rate.adapt or any(knob.adapt for knob in board)
+        num_lrs = 1 if rate.groups == "together" else len(optimizer.param_groups)
+        joint = adapt.controller or JointController(optimism=[LR_OPTIMISM] * num_lrs + [0.0] * len(others))
+        adapts = rate.adapt or any(knob.adapt for knob in others)
+        panel = others.panel(
+            joint if adapts else None, moves_lrs=rate.adapt, balanced=adapt.assignment == "balanced"
+        )  # fmt: skip
         loop = make_loop(
-            optimizer,
-            model,
-            replicas,
-            controller=None,
-            spread=rate.spread,
-            interval=interval,
-            acting=(start_steps, math.inf),
-            scale_bounds=(1e-6, 1e6) if rates else (1.0, 1.0),
-            seed=seed,
-            step=0,
-            together=rate.together,
-            anchor=anchor,
-            anchor_device=anchor_device,
-            rollback=rollback,
-            max_rollbacks=max_rollbacks,
-            snapshot_device=snapshot_device,
-            board=board,
-            panel=board.panel(controller if adapts else None, moves_lrs=rate.adapt, balanced=assignment == "balanced"),
-            gradients=gradients,
-            operations=operations,
-            outer=outer,
-            optimizer_state=optimizer_state,
-        )
+            common, replicas, others, panel, controller=None, spread=rate.spread, acting=(common.start_steps, math.inf),
+            step=0, groups=rate.groups, bounds=None if rates else (1.0, 1.0),
+        )  # fmt: skip
         self._last_lr = list(self._base_lrs)
         self._attach(optimizer, loop)
         self._refresh()
@@ -246,7 +200,7 @@ class Explorer(RoundFace):
         if self._explores_lr:
             loop = self._rounds
             scales = loop.steering.scales[loop.knob_of_group].tolist()
-            factors = scales if loop.finished or loop._inside_converged else loop.factors
+            factors = scales if loop.at_base else loop.factors
             lrs = loop.of_all(self._base_lrs)
             for group, lr, factor in zip(self.optimizer.param_groups, lrs, factors, strict=True):
                 write_lr(group, float(lr * factor))

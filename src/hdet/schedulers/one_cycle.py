@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,17 +12,24 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR, _warn_get_lr_called_within_step
 
 from hdet.checks import mapping_of
-from hdet.controllers import JointController, PaperController
+from hdet.controllers import PaperController
 from hdet.knobs import Knob, Momentum
-from hdet.operations import PLAIN, Operations
-from hdet.policy.steering import NO_PANEL
-from hdet.replicas.group import find_replicas
+from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._base import STATE_VERSION, RoundFace, cannot_load, check_version, follow_momentum, refuse_second
-from hdet.schedulers._build import Gradients, agree, auto_settings, common_facts, make_board, make_loop, warn_if_alone
-from hdet.schedulers._options import check_last_epoch, check_one_cycle, check_parts
+from hdet.schedulers._build import (
+    agree,
+    auto_settings,
+    make_knobs,
+    make_loop,
+    panel_beside_lr,
+    refuse_outer_step,
+    warn_if_alone,
+)
+from hdet.schedulers._common import Common, Gradients
+from hdet.schedulers._one_cycle_checks import check_last_epoch, check_one_cycle, check_warmup, total_steps_of
 from hdet.schedulers._torch_state import check_one_cycle_state
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
@@ -29,6 +37,27 @@ from hdet.signals.probe import Probe
 Decay = Literal["schedule", "floor", "printed"]
 
 _SCHEDULE_KEYS = ("total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum", "base_lrs")
+_TORCHS = tuple(inspect.signature(OneCycleLR).parameters)
+"""Arguments of OneCycleLR."""
+
+_AGREED = (
+    "ensemble_lr_spread_ratio", "model_sync_interval", "auto_lr_warmup_steps", "enable_auto_lr", "loss_scale",
+    "lr_of_lr", "momentum_of_lr", "signal", "decay",
+)  # fmt: skip
+"""Further arguments that all ranks must agree on, beside those that all schedulers have."""
+
+_PAPERS = "the paper's controller, "
+_UNUSED = {
+    "controller": _PAPERS + 'which signal=None stands for, has its own; pass signal="gradient" or "loss"',
+    "anchor": _PAPERS + "measures from the last converge",
+    "groups": _PAPERS + "has a scale for each param group",
+    "gated": _PAPERS + "lets the warm-up through as it is",
+    "first_scale": _PAPERS + "starts from the schedule as it is",
+    "start_steps": _PAPERS + "starts after auto_lr_warmup_steps",
+    "hold_share": _PAPERS + "acts to the end",
+    "sample_every": _PAPERS + "compares losses, and samples no gradients",
+}
+"""Of Adapt with the paper's controller, with the reason."""
 
 
 class OneCycleAutoLR(RoundFace, OneCycleLR):
@@ -67,11 +96,11 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate. Their base values move after
             ``auto_lr_warmup_steps``, with or without ``enable_auto_lr``.
         gradients, probe: as in :class:`~hdet.Explorer`.
-        rollback: whether a broken round is undone; default with ``signal``. Two copies of the weights and of the
-            optimizer's state.
-        max_rollbacks: as in :class:`~hdet.AutoLR`.
-        operations: what is done about faults, and how replicas meet on a large cluster.
-        lr_scale_bounds: what the controller learned stays inside these multiples of the schedule.
+        adapt: how the scale adapts, with ``signal``; its spread is ``ensemble_lr_spread_ratio``. With the paper's
+            controller only ``bounds``, and ``assignment`` of the knobs.
+        copies: where copies of the weights live.
+        faults: what is done about broken rounds and replicas.
+        averaging: how replicas are averaged.
         seed: of the private permutations. The global random state is never touched.
 
     Example:
@@ -118,59 +147,36 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         knobs: Sequence[Knob] = (),
         gradients: Gradients = "shared",
         probe: Probe | None = None,
-        rollback: bool | None = None,
-        max_rollbacks: int = 20,
-        operations: Operations = PLAIN,
-        lr_scale_bounds: tuple[float, float] = (1e-4, 1e4),
+        adapt: Adapt = Adapt(),
+        copies: Copies = Copies(),
+        faults: Faults = Faults(),
+        averaging: Averaging = Averaging(),
         seed: int = 0,
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}")
-        check_parts(knobs=knobs, model=model, process_group=process_group)
-        arguments: dict[str, Any] = {
-            "max_lr": max_lr,
-            "total_steps": total_steps,
-            "epochs": epochs,
-            "steps_per_epoch": steps_per_epoch,
-            "pct_start": pct_start,
-            "anneal_strategy": anneal_strategy,
-            "cycle_momentum": cycle_momentum,
-            "base_momentum": base_momentum,
-            "max_momentum": max_momentum,
-            "div_factor": div_factor,
-            "final_div_factor": final_div_factor,
-            "three_phase": three_phase,
-            "last_epoch": last_epoch,
-            "ensemble_lr_spread_ratio": ensemble_lr_spread_ratio,
-            "model_sync_interval": model_sync_interval,
-            "auto_lr_warmup_steps": auto_lr_warmup_steps,
-            "enable_auto_lr": enable_auto_lr,
-            "loss_scale": loss_scale,
-            "lr_of_lr": lr_of_lr,
-            "momentum_of_lr": momentum_of_lr,
-            "signal": signal,
-            "decay": decay,
-            "knobs": [knob.name for knob in knobs if isinstance(knob, Knob) and knob.adapt],
-            "rollback": rollback,
-            "max_rollbacks": max_rollbacks,
-            "lr_scale_bounds": lr_scale_bounds,
-            "seed": seed,
-        }
-        check_one_cycle(arguments)
+        given = dict(locals())
+        check_one_cycle(given)
+        common = Common(
+            optimizer=optimizer, model=model, interval=model_sync_interval,
+            total_steps=max(0, total_steps_of(given)) or None, knobs=knobs, gradients=gradients, probe=probe,
+            adapt=adapt, copies=copies, faults=faults, averaging=averaging, process_group=process_group, seed=seed,
+        )  # fmt: skip
+        check_warmup(given, knobs_adapt=any(knob.adapt for knob in knobs))
         check_last_epoch(last_epoch, optimizer, cycle_momentum)
+        adapt.refuse({"spread": "OneCycleAutoLR has it as ensemble_lr_spread_ratio", **(_UNUSED if not signal else {})})
+        refuse_outer_step(common)
         refuse_second(optimizer)
         if cycle_momentum and any(type(knob) is Momentum for knob in knobs):
             raise ValueError("knobs must not contain Momentum while the schedule moves it; pass cycle_momentum=False")
-        board = make_board(knobs, probe, model, optimizer, gradients)
-        apart = ensemble_lr_spread_ratio > 0 or gradients == "local" or any(knob.spread for knob in board)
-        replicas = find_replicas(optimizer, process_group, spread=float(apart))
-        # Without a spread there is nothing to do together, so nobody waits; the others learn of it all the same.
-        facts = {**arguments, **common_facts(board, gradients, operations)}
-        agree(replicas, facts, optimizer, model, wait=apart or signal is not None)
-        warn_if_alone(board, replicas)
-        if ensemble_lr_spread_ratio > 0 and replicas.count == 1:
+        beside = make_knobs(common, knobs)
+        spread = ensemble_lr_spread_ratio
+        torchs = {name: given[name] for name in _TORCHS}
+        facts = {**common.facts(), **torchs, **{name: given[name] for name in _AGREED}}
+        del facts["optimizer"], facts["interval"]
+        replicas = agree(common, beside, facts, spread=spread, wait=signal is not None)
+        warn_if_alone(beside, replicas)
+        if spread > 0 and replicas.count == 1:
             warnings.warn(
-                f"ensemble_lr_spread_ratio={ensemble_lr_spread_ratio} has no effect with one replica: training "
+                f"ensemble_lr_spread_ratio={spread} has no effect with one replica: training "
                 "continues as OneCycleLR. Start several with torchrun, and initialise the process group first",
                 stacklevel=2,
             )
@@ -180,22 +186,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         self._decay: Decay = "schedule"
         before = [dict(group) for group in optimizer.param_groups]
         try:
-            super().__init__(
-                optimizer,
-                max_lr,
-                total_steps,
-                epochs,
-                steps_per_epoch,
-                pct_start,
-                anneal_strategy,
-                cycle_momentum,
-                base_momentum,
-                max_momentum,
-                div_factor,
-                final_div_factor,
-                three_phase,
-                last_epoch,
-            )
+            super().__init__(**torchs)
         except Exception:
             # torch checks some arguments after it has begun to write others into the groups.
             for group, values in zip(optimizer.param_groups, before, strict=True):
@@ -205,53 +196,56 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         if signal is None:
             controller = PaperController(loss_scale, lr_of_lr, momentum_of_lr) if enable_auto_lr else None
             chosen: dict[str, Any] = {"controller": controller, "acting": (auto_lr_warmup_steps, math.inf)}
-            chosen["rollback"] = rollback is True
+            chosen |= {"groups": "each", "rollback": False, "anchor": "round"}
         else:
-            chosen = auto_settings(signal, self.total_steps, model_sync_interval)
-            chosen["rollback"] = rollback is not False
-            chosen["acting"] = (min(auto_lr_warmup_steps, chosen["acting"][0]), chosen["acting"][1])
+            chosen = auto_settings(common, signal)
+            if adapt.start_steps is None:
+                chosen["acting"] = (min(auto_lr_warmup_steps, chosen["acting"][0]), chosen["acting"][1])
         loop = make_loop(
-            optimizer,
-            model,
-            replicas,
-            spread=ensemble_lr_spread_ratio,
-            interval=model_sync_interval,
-            scale_bounds=lr_scale_bounds,
-            seed=seed,
-            step=self.last_epoch,
-            board=board,
-            panel=board.panel(JointController() if any(k.adapt for k in board) else None) if len(board) else NO_PANEL,
-            gradients=gradients,
-            max_rollbacks=max_rollbacks,
-            operations=operations,
-            **chosen,
-        )
+            common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self.last_epoch, **chosen
+        )  # fmt: skip
         self._warmup_steps = auto_lr_warmup_steps
         self._printed_ratio = div_factor / final_div_factor
         # One replica with a spread trains as OneCycleLR, whatever was asked of the auto-LR it cannot have.
-        self._decay = "schedule" if replicas.count == 1 and ensemble_lr_spread_ratio > 0 else decay
+        self._decay = "schedule" if replicas.count == 1 and spread > 0 else decay
         self._attach(optimizer, loop)
         self._refresh()
 
     # -- the schedule -------------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float | Tensor]:
-        """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
+        """This replica's learning rate of each param group: schedule x learned scale x multiplier. A pure read."""
+        _warn_get_lr_called_within_step(self)  # as torch does
+        lrs = self._torch_lrs(self.last_epoch) if self._schedule_lrs is None else list(self._schedule_lrs)
+        loop = self._loop
+        if loop is None:
+            return lrs
+        lrs = loop.of_all(lrs)
+        # One replica has no spread, but may go on with the scale that several have learned.
+        if not loop.active and all(factor == 1 for factor in loop.factors):
+            return lrs
+        return [lr * factor for lr, factor in zip(lrs, loop.factors, strict=True)]
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        """Take the schedule to a step, the next one by default, and write the learning rates.
+
+        Every way that torch has of moving a schedule comes through here.
+        """
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        self._move_schedule()
+        super()._update_lr(self.last_epoch)
+
+    def _move_schedule(self) -> None:
+        """What the schedule alone gives now, the momentum included; tell the gate by how much it rose."""
         with self._scheduled_groups() as groups:
-            lrs = super().get_lr()
+            lrs = self._torch_lrs(self.last_epoch, cycle_momentum=self.cycle_momentum)
             if self._decay != "schedule" and self.last_epoch > self._decay_from:
                 lrs = self._geometric_lrs()
         old, self._schedule_lrs = self._schedule_lrs, lrs
-        if self._loop is None:
-            return lrs
-        follow_momentum(self, self.optimizer.param_groups, len(groups))
-        if old is not None and self._loop.gated:
-            self._loop.schedule_moved(old, lrs)
-        lrs = self._loop.of_all(lrs)
-        # One replica has no spread, but may go on with the scale that several have learned.
-        if not self._loop.active and all(factor == 1 for factor in self._loop.factors):
-            return lrs
-        return [lr * factor for lr, factor in zip(lrs, self._loop.factors, strict=True)]
+        if self._loop is not None:
+            follow_momentum(self, self.optimizer.param_groups, len(groups))
+            if old is not None and self._loop.gated:
+                self._loop.schedule_moved(old, lrs)
 
     def _first_lr(self) -> float:
         return float(self._schedule_lrs[0]) if self._schedule_lrs else 0.0
@@ -271,10 +265,10 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
             lrs.append(start * math.exp(-math.log(ratio) * progress))
         return lrs
 
-    def _torch_lrs(self, step: float) -> list[float | Tensor]:
-        """OneCycleLR's learning rates at ``step``, without get_lr's side effect on the momentum."""
+    def _torch_lrs(self, step: float, *, cycle_momentum: bool = False) -> list[float | Tensor]:
+        """OneCycleLR's learning rates at ``step``; it writes the momentum of that step too where it may."""
         kept = {key: getattr(self, key) for key in ("cycle_momentum", "last_epoch", "_get_lr_called_within_step")}
-        self.__dict__.update(cycle_momentum=False, last_epoch=step, _get_lr_called_within_step=True)
+        self.__dict__.update(cycle_momentum=cycle_momentum, last_epoch=step, _get_lr_called_within_step=True)
         try:
             with self._scheduled_groups():
                 return super().get_lr()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tyro.conf import Positional, arg
 
-from hdet import AutoLR, OneCycleAutoLR, knobs
+from hdet import Adapt, AutoLR, Faults, OneCycleAutoLR, knobs
 from hdet.checks import LARGEST, number, shown, whole
 from hdet.command_line import Options, UsageError
 from hdet.controllers import PaperController
@@ -259,21 +259,13 @@ def make_scheduler(
     plain = make_schedule(settings.schedule, optimizer, settings.lr, steps)
     if settings.method == "fixed":
         return plain
-    common: dict[str, Any] = {"interval": interval, "total_steps": steps, "spread": settings.spread, "model": model}
+    common: dict[str, Any] = {"interval": interval, "total_steps": steps, "model": model, "seed": settings.seed}
     common |= explored
     if settings.method == "paper":
         # What OneCycleAutoLR does, around another schedule.
-        return AutoLR(
-            plain,
-            signal="loss",
-            controller=PaperController(),
-            anchor="round",
-            together=False,
-            gated=False,
-            first_scale=1.0,
-            rollback=False,
-            hold_share=0.0,
-            seed=settings.seed,
-            **common,
-        )
-    return AutoLR(plain, signal=settings.method, seed=settings.seed, **common)
+        adapt = Adapt(
+            controller=PaperController(), spread=settings.spread, anchor="round", groups="each", gated=False,
+            first_scale=1.0, hold_share=0.0,
+        )  # fmt: skip
+        return AutoLR(plain, signal="loss", adapt=adapt, faults=Faults(rollback=False), **common)
+    return AutoLR(plain, signal=settings.method, adapt=Adapt(spread=settings.spread), **common)

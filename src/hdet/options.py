@@ -1,0 +1,244 @@
+"""Options of AutoLR, OneCycleAutoLR and Explorer that most runs leave alone, in four groups that check themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from hdet.checks import is_flag, number, require, require_one_of, shown, whole
+from hdet.controllers import Controller
+from hdet.weights.outer import OuterStep, StatePolicy
+
+AnchorChoice = Literal["start", "round"] | int
+Groups = Literal["together", "each"]
+Device = torch.device | str | None
+
+
+class _Options:
+    """What the groups have in common."""
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must agree on."""
+        return {name: str(value) for name, value in vars(self).items()}
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Raise where an option that ``reasons`` names differs from its default."""
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.name in reasons and value is not field.default and value != field.default:
+                raise ValueError(
+                    f"{field.name} must be left out: {reasons[field.name]}; got {field.name}={shown(value)}"
+                )
+
+
+@dataclass(frozen=True)
+class Adapt(_Options):
+    """How base values adapt; passed as ``adapt=``.
+
+    A class refuses what it has no use for. OneCycleAutoLR takes its spread from ``ensemble_lr_spread_ratio``, and with
+    the paper's controller (``signal=None``) only ``bounds`` and ``assignment`` from here. Explorer has no schedule to
+    gate; the spread and the groups of its learning rate are those of ``knobs.LearningRate``.
+
+    Attributes:
+        controller: what moves the base values; default an ``EvidenceController`` tuned to the signal, in Explorer a
+            ``JointController``. A ``PaperController`` gives the paper's softmax.
+        spread: alpha in (0, 1) of the fan-out, with ``signal="loss"``.
+        anchor: from where effects are measured: the ``"start"`` of the run, the last ``"round"``, or renewed every so
+            many rounds. A copy of the weights.
+        groups: one scale for all param groups (``"together"``), or one for ``"each"``.
+        gated: whether the schedule's warm-up needs evidence; default in a run of at least 50 rounds.
+        first_scale: where the scale starts; default 0.03 with the gradient signal, which climbs from there in a few
+            rounds, and 0.2 with the loss signal; 1 in a run of fewer than 50 rounds. A start below 1 is what makes a
+            schedule far too high harmless.
+        start_steps: steps before base values may move; default a fiftieth of ``total_steps`` where they are known,
+            else 0.
+        hold_share: share of ``total_steps`` at the end in which the scale holds still.
+        bounds: the scale stays inside.
+        sample_every: steps between samples of the gradient signal; default every step of a small model, every eighth of
+            one with more than ten million parameters, at most 64 a round.
+        assignment: how replicas share out the values of several knobs: ``"balanced"``, as orthogonal as their number
+            allows, or ``"permutation"``, the paper's independent permutations.
+
+    Example:
+        >>> from hdet import Adapt
+        >>> Adapt(spread=0.2, groups="each").facts()["groups"]
+        'each'
+    """
+
+    controller: Controller | None = None
+    spread: float = 0.1
+    anchor: AnchorChoice = "start"
+    groups: Groups = "together"
+    gated: bool | None = None
+    first_scale: float | None = None
+    start_steps: int | None = None
+    hold_share: float = 0.05
+    bounds: tuple[float, float] = (1e-6, 1e6)
+    sample_every: int | None = None
+    assignment: Literal["balanced", "permutation"] = "balanced"
+
+    def __post_init__(self) -> None:
+        methods = [callable(getattr(self.controller, name, None)) for name in ("init", "update")]
+        if self.controller is not None and (not all(methods) or isinstance(self.controller, type)):
+            raise TypeError(f"controller must have the methods init and update, but got {shown(self.controller)}")
+        require(0 < number(self.spread) < 1, "spread", "in (0, 1)", self.spread)
+        anchored = self.anchor in ("start", "round") if isinstance(self.anchor, str) else whole(self.anchor) >= 1
+        require(anchored, "anchor", '"start", "round" or a number of rounds >= 1', self.anchor)
+        require_one_of("groups", self.groups, "together", "each")
+        require(self.gated is None or is_flag(self.gated), "gated", "None, True or False", self.gated)
+        fine = self.first_scale is None or number(self.first_scale) > 0
+        require(fine, "first_scale", "a finite number > 0", self.first_scale)
+        fine = self.start_steps is None or whole(self.start_steps) >= 0
+        require(fine, "start_steps", "an integer >= 0", self.start_steps)
+        require(0 <= number(self.hold_share) < 1, "hold_share", "in [0, 1)", self.hold_share)
+        pair = self.bounds
+        fine = isinstance(pair, (tuple, list)) and len(pair) == 2 and 0 < number(pair[0]) <= 1 <= number(pair[1])
+        require(fine, "bounds", "a pair (low, high) with 0 < low <= 1 <= high < inf", pair)
+        fine = self.sample_every is None or whole(self.sample_every) >= 1
+        require(fine, "sample_every", "an integer >= 1", self.sample_every)
+        require_one_of("assignment", self.assignment, "balanced", "permutation")
+
+    def facts(self) -> dict[str, str]:
+        return super().facts() | {"controller": type(self.controller).__name__}
+
+
+@dataclass(frozen=True)
+class Copies(_Options):
+    """Where copies of the weights live; passed as ``copies=``. Devices may differ from rank to rank.
+
+    Attributes:
+        anchor_device, anchor_dtype: where, and how precisely, the anchor is kept; default like the weights.
+        snapshot_device: where the copies of weights and optimizer state are kept that a rollback returns to; default
+            beside the weights.
+
+    Example:
+        >>> import torch
+        >>> from hdet import Copies
+        >>> Copies(anchor_device="cpu", anchor_dtype=torch.bfloat16).facts()
+        {'anchor_dtype': 'torch.bfloat16'}
+    """
+
+    anchor_device: Device = None
+    anchor_dtype: torch.dtype | None = None
+    snapshot_device: Device = None
+
+    def __post_init__(self) -> None:
+        dtype = self.anchor_dtype
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        ):
+            raise ValueError(
+                f"anchor_dtype must be a floating-point torch.dtype of 16 bits or more, but got {shown(dtype)}"
+            )
+        for name in ("anchor_device", "snapshot_device"):
+            device = getattr(self, name)
+            require(device is None or _is_device(device), name, "a device of this machine", device)
+
+    def facts(self) -> dict[str, str]:
+        return {"anchor_dtype": str(self.anchor_dtype)}
+
+
+@dataclass(frozen=True)
+class Faults(_Options):
+    """What is done about faults; passed as ``faults=``.
+
+    Attributes:
+        rollback: whether a broken round is undone; default yes, but not in OneCycleAutoLR with the paper's controller.
+            Two copies of the weights and of the optimizer's state.
+        max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,
+            with a warning. As many in a row are an error.
+        strict_rollbacks: raise when a round breaks and ``max_rollbacks`` are spent, instead of holding the scale still.
+        quarantine: leave a replica out of a round's mean and controller, and restart it from the others' mean, when
+            its loss is above the replicas' median by more than this many robust standard deviations (1.4826 times the
+            median absolute deviation, of this round and of recent ones); None for never. 20 does not fire on healthy
+            noise.
+        skip_nonfinite: take the gradient out of a step when any of it is not finite, on the device and without
+            waiting for it. One pass over the gradients in every step.
+
+    Example:
+        >>> from hdet import Faults
+        >>> Faults(quarantine=20)
+        Faults(rollback=None, max_rollbacks=20, strict_rollbacks=False, quarantine=20, skip_nonfinite=False)
+    """
+
+    rollback: bool | None = None
+    max_rollbacks: int = 20
+    strict_rollbacks: bool = False
+    quarantine: float | None = None
+    skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.rollback is None or is_flag(self.rollback), "rollback", "None, True or False", self.rollback)
+        require(whole(self.max_rollbacks) >= 0, "max_rollbacks", "an integer >= 0", self.max_rollbacks)
+        require(is_flag(self.strict_rollbacks), "strict_rollbacks", "True or False", self.strict_rollbacks)
+        fine = self.quarantine is None or number(self.quarantine) > 1
+        require(fine, "quarantine", "None or a finite number > 1", self.quarantine)
+        require(is_flag(self.skip_nonfinite), "skip_nonfinite", "True or False", self.skip_nonfinite)
+
+
+@dataclass(frozen=True)
+class Averaging(_Options):
+    """How replicas are averaged; passed as ``averaging=``.
+
+    Attributes:
+        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"`` or an ``OuterStep``.
+        optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
+            and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
+            rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
+            moment, and one rank's checkpoint is enough. ``"reset"`` clears it.
+        overlap: let the mean travel during the next step instead of waiting for it; it is applied one step late. Two
+            more copies of the weights meanwhile.
+        node_size: replicas of a node, consecutive ranks; with ``node_rounds``.
+        node_rounds: k: average within a node every round, and across nodes in every k-th only.
+        slow_share: warn once when a converge takes more than this share of its round, and longer than a second.
+
+    Example:
+        >>> from hdet import Averaging
+        >>> Averaging(outer="nesterov").facts()["outer"]
+        "OuterStep('nesterov', lr=0.7, momentum=0.9)"
+    """
+
+    outer: OuterStep | Literal["mean", "weighted", "nesterov"] = "mean"
+    optimizer_state: StatePolicy = "keep"
+    overlap: bool = False
+    node_size: int | None = None
+    node_rounds: int = 1
+    slow_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        outer = self.make_outer()
+        require_one_of("optimizer_state", self.optimizer_state, "average", "keep", "reset")
+        require(is_flag(self.overlap), "overlap", "True or False", self.overlap)
+        fine = self.node_size is None or whole(self.node_size) >= 1
+        require(fine, "node_size", "None or an integer >= 1", self.node_size)
+        require(whole(self.node_rounds) >= 1, "node_rounds", "an integer >= 1", self.node_rounds)
+        require(number(self.slow_share) > 0, "slow_share", "a finite number > 0", self.slow_share)
+        if self.node_rounds > 1 and self.node_size is None:
+            raise ValueError(f"node_rounds needs node_size, the replicas of a node, but got {self!r}")
+        late = "overlap" if self.overlap else "node_rounds" if self.node_rounds > 1 else None
+        if late and outer.kind != "mean":
+            raise ValueError(f'{late} needs outer="mean", which can be taken late and in parts, but got {outer!r}')
+        if late and self.optimizer_state == "average":
+            raise ValueError(
+                f'{late} saves communication, but optimizer_state="average" needs that of the optimizer\'s state at '
+                'once, in every round; use "keep" or "reset"'
+            )
+
+    def make_outer(self) -> OuterStep:
+        """An outer step for one run: it keeps copies of the weights, which two runs must not share."""
+        if isinstance(self.outer, OuterStep):
+            return OuterStep(self.outer.kind, lr=self.outer.lr, momentum=self.outer.momentum)
+        return OuterStep(self.outer)
+
+    def facts(self) -> dict[str, str]:
+        return super().facts() | {"outer": repr(self.make_outer())}
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return isinstance(value, (str, torch.device)) and torch.empty(1, device=value).item() is not None
+    except Exception:  # torch raises several types for one that is not there
+        return False
