@@ -17,7 +17,7 @@ from hdet import knobs
 from hdet.checks import FloatArray
 from hdet.knobs import Knob, LearningRate
 from hdet.knobs.base import TO_SPACE, Space
-from hdet.knobs.knob_set import Board
+from hdet.knobs.knob_set import KnobSet
 
 positions = st.floats(-30, 30)
 
@@ -108,8 +108,8 @@ def test_units_of_the_spaces() -> None:
 
 
 @given(bound_knobs())
-def test_a_board_bounds_positions_at_what_can_be_computed(knob: Knob) -> None:
-    ((low, high),) = Board([knob]).bounds()
+def test_a_set_bounds_positions_at_what_can_be_computed(knob: Knob) -> None:
+    ((low, high),) = KnobSet([knob]).bounds()
     assert -30 <= low <= 0 <= high <= 30
 
 
@@ -260,7 +260,7 @@ def test_a_loaded_optimizer_state_does_not_unbind_a_knob() -> None:
             r"weight_decay must be above 0 in at least one param group to be explored, but got \[0.0, 0.0\] in AdamW",
         ),
         (knobs.Momentum(), _sgd({}), r"momentum must be above 0 in at least one param group"),
-        (knobs.Epsilon(), _sgd({}), r"eps is no setting of this optimizer: its param groups have \['dampening'"),
+        (knobs.Epsilon(), _sgd({}), r"eps must be a setting of the optimizer, but its param groups have \['dampening'"),
         (knobs.Beta2(), _sgd({"momentum": 0.9}), r"beta2 is a setting of Adam and its relatives, but got SGD"),
         (
             knobs.WeightDecay(high=0.01),
@@ -500,24 +500,24 @@ def test_what_can_be_learned_is_not(knob: Knob, gradients: str, has_probe: bool)
     knob.check(gradients=gradients, has_probe=has_probe)
 
 
-# -- the board --------------------------------------------------------------------------------------------------------
+# -- knobs as one -----------------------------------------------------------------------------------------------------
 
 
 def _array(*values: float) -> FloatArray:
     return np.array(values)
 
 
-def test_a_board_writes_all_its_knobs_and_names_differ() -> None:
+def test_a_set_writes_all_its_knobs_and_names_differ() -> None:
     owner, optimizer = _Attention(), _adamw(weight_decay=0.1)
-    board = Board([knobs.Temperature(owner, "scale"), knobs.Epsilon()])
-    board.bind(optimizer, gradients="shared")
-    board.write(_array(0.1, 0.2))
+    chosen = KnobSet([knobs.Temperature(owner, "scale"), knobs.Epsilon()])
+    chosen.bind(optimizer, gradients="shared")
+    chosen.write(_array(0.1, 0.2))
     assert owner.scale == pytest.approx(2 * math.exp(0.1))
     assert _field(optimizer, "eps") == pytest.approx([1e-8 * math.exp(0.2)])
-    assert board.starts() == {"scale": 2.0, "eps": 1e-8}
+    assert chosen.starts() == {"scale": 2.0, "eps": 1e-8}
     two = [knobs.Temperature(owner, "scale"), knobs.Temperature(_Attention(), "scale")]
     with pytest.raises(ValueError, match=r"knobs must have different names, but got \['scale', 'scale'\]; pass name="):
-        Board(two).bind(optimizer, gradients="shared")
+        KnobSet(two).bind(optimizer, gradients="shared")
 
 
 def test_in_the_probe_regularisers_are_at_their_base_and_other_knobs_are_not() -> None:
@@ -530,26 +530,26 @@ def test_in_the_probe_regularisers_are_at_their_base_and_other_knobs_are_not() -
             raise KeyError("held-out data")
         return 1.5
 
-    board = Board([knobs.Temperature(owner, "scale"), knobs.LabelSmoothing(criterion)], probe=probe, model=owner)
-    board.bind(_adamw(), gradients="local")
+    chosen = KnobSet([knobs.Temperature(owner, "scale"), knobs.LabelSmoothing(criterion)], probe=probe, model=owner)
+    chosen.bind(_adamw(), gradients="local")
     own, base = _array(0.1, 0.2), _array(0.0, -0.1)
-    board.write(own)
+    chosen.write(own)
     mine = (owner.scale, criterion.label_smoothing)
-    assert board.evaluate(own, base) == 1.5
+    assert chosen.evaluate(own, base) == 1.5
     assert seen[0] == pytest.approx((mine[0], 0.05))
     assert (owner.scale, criterion.label_smoothing) == mine
     with pytest.raises(KeyError, match="held-out data"):
-        board.evaluate(own, base)
+        chosen.evaluate(own, base)
     assert (owner.scale, criterion.label_smoothing) == mine
 
 
-def test_a_board_refuses_another_boards_starts() -> None:
-    board = Board([knobs.Temperature(_Attention(), "scale")])
-    board.bind(_adamw(), gradients="shared")
+def test_a_set_refuses_the_starts_of_another() -> None:
+    chosen = KnobSet([knobs.Temperature(_Attention(), "scale")])
+    chosen.bind(_adamw(), gradients="shared")
     with pytest.raises(ValueError, match=r"knobs must be those of the state, \['eps'\], but got \['scale'\]"):
-        board.check_starts({"eps": 1e-8})
+        chosen.check_starts({"eps": 1e-8})
     with pytest.raises(ValueError, match=r"scale must start inside \[0.0001, 10000\], but got -1.0"):
-        board.check_starts({"scale": -1})
-    board.restart(board.check_starts({"scale": 3}))
-    board.write(_array(0.0))
-    assert board.starts() == {"scale": 3.0}
+        chosen.check_starts({"scale": -1})
+    chosen.restart(chosen.check_starts({"scale": 3}))
+    chosen.write(_array(0.0))
+    assert chosen.starts() == {"scale": 3.0}

@@ -134,9 +134,9 @@ def test_a_second_scheduler_of_ours_is_refused_while_the_first_is_at_work() -> N
     optimizer = _optimizer()
     auto = _auto(optimizer)
     auto.step(_update(optimizer))
-    with pytest.raises(ValueError, match=r"one scheduler of hdet, but AutoLR is at work on it, at step 1; pass knobs="):
+    with pytest.raises(ValueError, match=r"one scheduler of hdet, but it has AutoLR already, at step 1; pass knobs="):
         OneCycleAutoLR(optimizer, 0.1, 40, signal="gradient")
-    with pytest.raises(ValueError, match=r"must have one scheduler of hdet, but AutoLR is at work"):
+    with pytest.raises(ValueError, match=r"must have one scheduler of hdet, but it has AutoLR already"):
         Explorer(nn.Linear(1, 1), optimizer, knobs=[knobs.LearningRate()], interval=2)
     auto.finish()
     other = _auto(optimizer)

@@ -28,7 +28,7 @@ from hdet.engine.averaging import Together
 from hdet.engine.rollback import CUT, Rollback
 from hdet.engine.state import NO_ROLLBACK, joined_of, pack_signal, read_round
 from hdet.history import RoundRecord
-from hdet.knobs.knob_set import Board
+from hdet.knobs.knob_set import KnobSet
 from hdet.options import Averaging, Faults
 from hdet.policy.quarantine import pack_quarantine
 from hdet.policy.steering import Steering
@@ -88,7 +88,7 @@ class RoundLoop:
         rollback: Rollback | None = None,
         step: int = 0,
         apart: bool,
-        board: Board,
+        board: KnobSet,
         outer: OuterStep | None = None,
         optimizer_state: StatePolicy = "keep",
         local: Callable[[], ExitStack] | None = None,

@@ -97,7 +97,7 @@ class Knob:
         """Take up param groups that were added to the optimizer, with what they were given as their start."""
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Meet the optimizer, and take the present value as the start."""
+        """Take the present value as the start."""
         found = self._get()
         value = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
         start = number(value)

@@ -1,4 +1,4 @@
-"""The board: the knobs beside the learning rate, written, read off and probed as one."""
+"""The knobs beside the learning rate, written, recorded and probed as one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_POSITION = 30.0
 """Beyond e^30 times its start no knob means anything, and exponentials overflow not much later."""
 
 
-class Board:
-    """The knobs of a run, in the order of the steering's panel.
+class KnobSet:
+    """The knobs of a run, in an order that is the same everywhere.
 
     Args:
         knobs: what is explored.
@@ -43,7 +43,7 @@ class Board:
         return iter(self.knobs)
 
     def bind(self, optimizer: Optimizer, *, gradients: str) -> None:
-        """Meet the optimizer. Raises where a knob cannot be explored, or nothing could be learned about it."""
+        """Read where each knob starts. Raises where a knob cannot be explored, or nothing could be learned about it."""
         names = [knob.name for knob in self.knobs]
         if len(set(names)) < len(names):
             raise ValueError(f"knobs must have different names, but got {names}; pass name=")
@@ -56,7 +56,7 @@ class Board:
         return tuple((max(low, -MAX_POSITION), min(high, MAX_POSITION)) for low, high in pairs)
 
     def panel(self, controller: Controller | None, *, moves_lrs: bool = False, balanced: bool = True) -> Panel:
-        """The knobs as numbers."""
+        """The same as numbers, for the steering."""
         return Panel(
             names=tuple(knob.name for knob in self.knobs),
             spreads=tuple(knob.spread for knob in self.knobs),

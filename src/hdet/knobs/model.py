@@ -38,7 +38,7 @@ class Dropout(Knob):
             raise TypeError(f"model must be an nn.Module, but got {type(model).__name__}")
         if names is not None and not (isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names)):
             raise TypeError(f"names must be a list of strings, but got names={shown(names)}")
-        require(names is None or len(names) > 0, "names", "None or name a place", names)
+        require(names is None or len(names) > 0, "names", "None, or at least one name", names)
         places = list(_dropouts(model)) if names is None else [_dropout_named(model, name) for name in names]
         if not places:
             raise ValueError(

@@ -46,7 +46,9 @@ class _GroupKnob(Knob):
 
     def _read_group(self, group: dict[str, Any]) -> float:
         if self.field not in group:
-            raise ValueError(f"{self.name} is no setting of this optimizer: its param groups have {sorted(group)}")
+            raise ValueError(
+                f"{self.name} must be a setting of the optimizer, but its param groups have {sorted(group)}"
+            )
         return float(group[self.field])
 
     def _groups(self) -> list[tuple[dict[str, Any], float]]:

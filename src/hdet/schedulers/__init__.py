@@ -1,4 +1,4 @@
-"""Learning-rate schedulers: thin faces of the round loop."""
+"""Learning-rate schedulers: what users construct and step."""
 
 from hdet.schedulers.auto_lr import AutoLR
 from hdet.schedulers.one_cycle import OneCycleAutoLR

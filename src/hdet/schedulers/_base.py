@@ -1,4 +1,4 @@
-"""What the schedulers have in common: how a user talks to the round loop."""
+"""The base of the schedulers: what a user calls, and how it reaches the round loop."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STATE_VERSION = 1
 _KEYS = {"AutoLR": "schedule_lrs", "OneCycleAutoLR": "step_count", "Explorer": "step"}
 """What only a state of each class has."""
 
-_schedulers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[RoundFace]] = weakref.WeakKeyDictionary()
+_schedulers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[RoundScheduler]] = weakref.WeakKeyDictionary()
 
 
-class RoundFace:
-    """The part of a scheduler that faces the round loop."""
+class RoundScheduler:
+    """What all schedulers offer: losses in, converges, history, and the hooks on the optimizer."""
 
     _loop: RoundLoop | None
     _last_lr: list[float | Tensor]
@@ -251,7 +251,7 @@ class RoundFace:
         optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
         watches = loop.anchor is not None or loop.rollback is not None or loop.faults.skip_nonfinite
-        # A compiled step must not trace these: what they count would have to be compiled anew in every step.
+        # A compiled step must not trace these: what they count would be compiled again in every step.
         if watches or loop.apart:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
         if loop.counts_updates:
@@ -259,13 +259,13 @@ class RoundFace:
 
 
 def refuse_second(optimizer: Optimizer) -> None:
-    """Raise where a scheduler of ours is at work on this optimizer: both would converge, and write learning rates."""
+    """Raise where this optimizer has a scheduler of ours already: both would converge, and write learning rates."""
     if _working_on(optimizer) is not None:
         gc.collect()  # it may be garbage already
     if (other := _working_on(optimizer)) is not None:
         name = type(other).__name__
         raise ValueError(
-            f"optimizer must have one scheduler of hdet, but {name} is at work on it, at step {other.last_epoch}; pass "
+            f"optimizer must have one scheduler of hdet, but it has {name} already, at step {other.last_epoch}; pass "
             f"knobs= to that one to explore more, call its finish() to end it, or drop it first (`del`) to replace it"
         )
 
@@ -306,7 +306,7 @@ def check_version(state: Mapping[str, Any], kind: str) -> None:
 
 
 def cannot_load(error: Exception) -> ValueError:
-    """What a state raises that cannot be used, whatever it made us or torch stumble over."""
+    """The error for a state that cannot be used, whichever error it led to here or in torch."""
     return ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {str(error)[:1000]}")
 
 

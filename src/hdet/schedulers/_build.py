@@ -15,7 +15,7 @@ from hdet.controllers import Controller, EvidenceController, JointController
 from hdet.engine.rollback import Rollback
 from hdet.engine.rounds import RoundLoop
 from hdet.knobs import Knob, LearningRate
-from hdet.knobs.knob_set import Board
+from hdet.knobs.knob_set import KnobSet
 from hdet.options import AnchorChoice, Groups
 from hdet.policy.steering import NO_PANEL, Panel, Steering
 from hdet.replicas.group import (
@@ -73,13 +73,13 @@ def auto_settings(common: Common, signal: Signal) -> dict[str, Any]:
     }
 
 
-def make_knobs(common: Common, knobs: Sequence[Knob | LearningRate]) -> Board:
+def make_knobs(common: Common, knobs: Sequence[Knob | LearningRate]) -> KnobSet:
     """The knobs beside a learning rate, checked and bound to what they are written into."""
     others = [knob for knob in knobs if isinstance(knob, Knob)]
     if len(others) < len(knobs):
         raise ValueError("knobs must not contain LearningRate here: the scheduler explores the learning rate itself")
     model = common.model
-    found = Board(others, probe=common.probe, model=model)
+    found = KnobSet(others, probe=common.probe, model=model)
     found.bind(common.optimizer, gradients=common.gradients)
     if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
         buffers = {id(buffer) for buffer in model.buffers()}
@@ -93,13 +93,13 @@ def make_knobs(common: Common, knobs: Sequence[Knob | LearningRate]) -> Board:
 
 
 def refuse_outer_step(common: Common) -> None:
-    """Raise where a schedule's replicas share gradients and are to do more than meet at their mean."""
+    """Raise where replicas with a schedule share gradients, and something else than their mean is asked for."""
     if common.gradients == "shared":
         reason = 'with a schedule it needs replicas that train on gradients of their own; pass gradients="local"'
         common.averaging.refuse({"outer": reason, "optimizer_state": reason})
 
 
-def agree(common: Common, knobs: Board, facts: Mapping[str, Any], *, spread: float, wait: bool = True) -> Replicas:
+def agree(common: Common, knobs: KnobSet, facts: Mapping[str, Any], *, spread: float, wait: bool = True) -> Replicas:
     """The replicas; an error on all of them where ranks pass different arguments or hold different parameters."""
     apart = spread > 0 or common.gradients == "local" or any(knob.spread for knob in knobs)
     replicas = find_replicas(common.optimizer, common.process_group, spread=float(apart))
@@ -113,7 +113,7 @@ def agree(common: Common, knobs: Board, facts: Mapping[str, Any], *, spread: flo
     return replicas
 
 
-def warn_if_alone(knobs: Board, replicas: Replicas) -> None:
+def warn_if_alone(knobs: KnobSet, replicas: Replicas) -> None:
     """Knobs are learned by comparing replicas."""
     if len(knobs) and replicas.count == 1:
         warnings.warn(
@@ -123,7 +123,7 @@ def warn_if_alone(knobs: Board, replicas: Replicas) -> None:
         )
 
 
-def panel_beside_lr(common: Common, knobs: Board) -> Panel:
+def panel_beside_lr(common: Common, knobs: KnobSet) -> Panel:
     """The knobs as numbers, with a controller of their own, beside a learning rate that has another."""
     if not len(knobs):
         return NO_PANEL
@@ -134,7 +134,7 @@ def panel_beside_lr(common: Common, knobs: Board) -> Panel:
 def make_loop(
     common: Common,
     replicas: Replicas,
-    board: Board,
+    knobs: KnobSet,
     panel: Panel,
     *,
     controller: Controller | None,
@@ -212,7 +212,7 @@ def make_loop(
         rollback=undo,
         step=step,
         apart=apart,
-        board=board,
+        board=knobs,
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
         local=(lambda: _without_sync(model)) if gradients == "local" else None,

@@ -1,4 +1,4 @@
-"""Saved states of schedules: torch takes whatever it is given, and stumbles over it some steps later."""
+"""Saved states of schedules, checked: torch loads anything, and fails some steps later."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def is_torchs(schedule: LRScheduler) -> bool:
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """Dicts and lists anew, with what is in them as it is: a user's schedule may hold a model, or a lock."""
+    """New dicts and lists with the same entries: a user's schedule may hold a model, or a lock."""
     memo = {} if memo is None else memo
     if type(value) not in (dict, list):
         return value

@@ -23,7 +23,7 @@ from hdet.knobs import Knob
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._base import (
     STATE_VERSION,
-    RoundFace,
+    RoundScheduler,
     cannot_load,
     check_version,
     follow_momentum,
@@ -47,7 +47,7 @@ from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 
 
-class AutoLR(RoundFace, LRScheduler):
+class AutoLR(RoundScheduler, LRScheduler):
     r"""Wraps any LRScheduler and multiplies it by a learned scale.
 
     At the end of every round the slope of the loss over the logarithm of the learning rate *since the anchor* is known,
@@ -319,7 +319,7 @@ def _check_schedule(schedule: Any) -> None:
             "schedule must not be ReduceLROnPlateau, which moves the learning rate by the loss itself; "
             "wrap the schedule you would use without it, e.g. a constant LambdaLR"
         )
-    if isinstance(schedule, RoundFace):
+    if isinstance(schedule, RoundScheduler):
         raise TypeError(
             f"schedule must not be a scheduler of hdet, but got {type(schedule).__name__}; wrap a plain one"
         )

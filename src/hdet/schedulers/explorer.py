@@ -18,7 +18,7 @@ from hdet.knobs import Knob, LearningRate
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._base import (
     STATE_VERSION,
-    RoundFace,
+    RoundScheduler,
     cannot_load,
     check_version,
     lrs_of,
@@ -44,11 +44,11 @@ _UNUSED = {
 """Of Adapt, with the reason."""
 
 
-class Explorer(RoundFace):
+class Explorer(RoundScheduler):
     r"""Replicas train with different values of some knobs; what worked moves the shared values.
 
     Every ``interval`` steps the replicas' weights are averaged, the differences of their losses are attributed to
-    their knobs by least squares, each base value moves as far as the evidence goes, and new values are dealt.
+    their knobs by least squares, each base value moves as far as the evidence goes, and each replica gets new values.
 
     Call ``step(loss)`` after ``optimizer.step()``, and :meth:`finish` at the end: it averages the weights and leaves
     every knob at its base value. With ``total_steps`` the last step does that by itself.

@@ -18,7 +18,14 @@ from hdet.checks import mapping_of
 from hdet.controllers import PaperController
 from hdet.knobs import Knob, Momentum
 from hdet.options import Adapt, Averaging, Copies, Faults
-from hdet.schedulers._base import STATE_VERSION, RoundFace, cannot_load, check_version, follow_momentum, refuse_second
+from hdet.schedulers._base import (
+    STATE_VERSION,
+    RoundScheduler,
+    cannot_load,
+    check_version,
+    follow_momentum,
+    refuse_second,
+)
 from hdet.schedulers._build import (
     agree,
     auto_settings,
@@ -60,7 +67,7 @@ _UNUSED = {
 """Of Adapt with the paper's controller, with the reason."""
 
 
-class OneCycleAutoLR(RoundFace, OneCycleLR):
+class OneCycleAutoLR(RoundScheduler, OneCycleLR):
     r"""Torch's OneCycleLR, with replicas that disagree about the learning rate on purpose.
 
     Each replica trains with its own multiple of the schedule's learning rate (Eq. 1 and 2), every
@@ -357,7 +364,7 @@ class OneCycleAutoLR(RoundFace, OneCycleLR):
         except Exception as error:
             self.__dict__.update(before)
             raise cannot_load(error) from error
-        self._schedule_lrs = None  # a jump to another step is no move of the schedule
+        self._schedule_lrs = None  # a jump to another step must not open the gate
         if self.last_epoch >= 0:  # inside SequentialLR, before its turn, a schedule is at -1
             self._refresh()
 
