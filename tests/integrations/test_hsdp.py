@@ -111,8 +111,8 @@ def _parts() -> dict[str, Any]:
     shapes = [local_tensor(p).shape for p in run.model.parameters()]
     loop = run.scheduler._rounds
     assert loop.anchor is not None
-    assert loop.rollback is not None
-    snapshot = loop.rollback.snapshot._last
+    assert loop.fallback is not None
+    snapshot = loop.fallback.snapshot._last
     assert snapshot is not None
     out["anchor"] = [t.shape for t in loop.anchor.copies] == shapes
     out["centre"] = [t.shape for t in loop.outer.centre.copies] == shapes

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from hdet.checks import BoolArray, FloatArray
 from hdet.operations import Operations
-from hdet.policy.quarantine import Quarantine, QuarantineState
 from hdet.replicas.average import Flight, is_healthy
 from hdet.replicas.group import Replicas, shape_digest
 from hdet.weights.averaged import Weights
@@ -54,7 +53,6 @@ class Together:
         self.optimizer_state: StatePolicy = optimizer_state
         self.operations = operations
         self.shared_gradients = shared_gradients
-        self.quarantine_state = QuarantineState()
         self._node = None
         if apart and operations.node_rounds > 1:
             assert operations.node_size is not None
@@ -65,28 +63,6 @@ class Together:
         self._warned_slow = False
 
     # -- who is left out ----------------------------------------------------------------------------------------
-
-    def exploded(self, losses: FloatArray) -> BoolArray:
-        """Replicas whose loss is finite and far above the others'."""
-        if self.operations.quarantine is None or not self.replicas.whole:
-            return np.zeros(len(losses), dtype=bool)
-        self.quarantine_state, out = Quarantine(self.operations.quarantine).update(self.quarantine_state, losses)
-        return out
-
-    def can_go_on(self, healthy: BoolArray) -> bool:
-        """Whether those that are not healthy can be mended: a replica can do that, another shard of a model cannot."""
-        return bool(healthy.any() if self.replicas.whole else healthy.all())
-
-    def require_any(self, healthy: BoolArray, step: int) -> None:
-        """Raise where :meth:`can_go_on` says no."""
-        if not self.can_go_on(healthy):
-            sick = np.flatnonzero(~healthy).tolist()
-            who = f"all {len(healthy)} replicas" if not healthy.any() else f"ranks {sick}, which nobody else has,"
-            raise RuntimeError(
-                f"the weights of {who} are not finite at the converge of step {step}; "
-                "there is nothing to average: resume from a checkpoint with a lower learning rate, or pass "
-                "rollback=True, or operations=Operations(skip_nonfinite=True)"
-            )
 
     def mend_state(self, step: int, healthy: BoolArray, exploded: BoolArray) -> None:
         """Give replicas that are left out the optimizer state of the others, where theirs would break them again."""

@@ -12,6 +12,7 @@ import math
 import struct
 import threading
 import time
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +24,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import BoolArray, FloatArray
+from hdet.checks import FloatArray
 from hdet.engine.averaging import Together
-from hdet.engine.rollback import CUT, Rollback
-from hdet.engine.state import NO_ROLLBACK, joined_of, pack_signal, read_round
+from hdet.engine.rollback import Fallback
+from hdet.engine.state import joined_of, pack_signal, read_round
 from hdet.history import RoundRecord
 from hdet.knobs.knob_set import Board
 from hdet.operations import PLAIN, Operations
-from hdet.policy.quarantine import pack_quarantine
-from hdet.policy.steering import Steering
+from hdet.policy.round import Observed, RoundPolicy, Verdict
 from hdet.replicas.agreement import Note, compare_notes
 from hdet.replicas.average import mean_
 from hdet.replicas.group import Replicas, shape_digest
@@ -52,15 +52,12 @@ class RoundLoop:
         optimizer: whose learning rates are steered.
         weights: what is averaged.
         replicas: who takes part.
-        steering: multipliers, scales and controller.
+        policy: when rounds end, and what follows from them.
         knob_of_group: which of the steering's knobs each param group belongs to.
         one_scale: whether param groups that join later belong to the first of them, or to new ones.
-        interval: T, the optimizer steps of a round.
-        acting: the controller acts at rounds that end after the first of these steps, and up to the second.
         anchor: where effects are measured from; None for the last converge.
-        anchor_rounds: renew the anchor every so many rounds; None for never.
         gradient: the first-order signal; None for the loss signal.
-        rollback: what undoes broken rounds; None for nothing.
+        fallback: what undone rounds go back to; None where none is.
         step: optimizer steps already taken.
         apart: whether replicas may differ between converges.
         board: the knobs of the steering's panel, and the probe.
@@ -75,16 +72,13 @@ class RoundLoop:
         optimizer: Optimizer,
         weights: Weights,
         replicas: Replicas,
-        steering: Steering,
+        policy: RoundPolicy,
         *,
         knob_of_group: list[int],
         one_scale: bool,
-        interval: int,
-        acting: tuple[float, float],
         anchor: Anchor | None = None,
-        anchor_rounds: int | None = None,
         gradient: GradientSignal | None = None,
-        rollback: Rollback | None = None,
+        fallback: Fallback | None = None,
         step: int = 0,
         apart: bool,
         board: Board,
@@ -98,18 +92,16 @@ class RoundLoop:
         self.optimizer = optimizer
         self.weights = weights
         self.replicas = replicas
-        self.steering = steering
+        self.policy = policy
+        self.steering = policy.steering
         self.knob_of_group = knob_of_group
         self._one_scale = one_scale
         self.joined: list[float] = []
         """Of each param group that joined after the schedule was made, its share of the first one's."""
         self._joined_shared = True
-        self.interval = interval
-        self.acting = acting
         self.anchor = anchor
-        self.anchor_rounds = anchor_rounds
         self.gradient = gradient
-        self.rollback = rollback
+        self.fallback = fallback
         self.apart = apart
         self.active = apart or gradient is not None
         self.counts_updates = self.active and replicas.group is not None
@@ -129,7 +121,7 @@ class RoundLoop:
         self._make_local = local or ExitStack
         self._local = self._make_local()
         self._index = replicas.index if apart else 0
-        self._on_line = anchor is not None and apart and steering.spread > 0
+        self._on_line = anchor is not None and apart and self.steering.spread > 0
 
         self.meter = LossMeter()
         # From which copy on replicas may differ: they may have started apart. None: they are the same.
@@ -171,8 +163,8 @@ class RoundLoop:
         if self.apart and self._centre_apart_from is None:
             self._centre_apart_from = len(self.outer.centre.copies)
         self.outer.add(joined)
-        if self.rollback is not None:
-            self.rollback.add(self.weights)
+        if self.fallback is not None:
+            self.fallback.add(self.weights)
         for each in self.board:
             each.add_groups()
         if self._make_local is ExitStack:
@@ -220,7 +212,7 @@ class RoundLoop:
                 "sample; capture forward and backward, and call optimizer.step() after each replay"
             )
         has_anchor = self.anchor is None or bool(self.anchor.copies)
-        if not has_anchor or (self.rollback is not None and not self.rollback.snapshot.taken):
+        if not has_anchor or (self.fallback is not None and not self.fallback.snapshot.taken):
             raise RuntimeError(
                 "optimizer.step() must be called once, after the scheduler was constructed, before it is captured in a "
                 "CUDA graph: the first step sets the anchor"
@@ -230,8 +222,8 @@ class RoundLoop:
         """Remember where training starts, unless it is known."""
         if self.anchor is not None and not self.anchor.copies:
             self.anchor.renew(self.weights.anchored())
-        if self.rollback is not None:
-            self.rollback.before_first_step(self.weights, self.optimizer)
+        if self.fallback is not None:
+            self.fallback.before_first_step(self.weights, self.optimizer)
         if self.apart:
             self.outer.begin(self.weights.anchored())
 
@@ -253,7 +245,7 @@ class RoundLoop:
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` would do anything in a step that is not the last; the cheap half of it."""
-        return step % self.interval == 0 or self._pending
+        return self.policy.is_due(step) or self._pending
 
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
@@ -266,7 +258,7 @@ class RoundLoop:
         if self._inside_converged:
             raise RuntimeError("step() must not be called inside `with converged():`; leave the block first")
         self._land()
-        if not self.active or not (last or step % self.interval == 0):
+        if not self.active or not self.policy.is_due(step, last=last):
             return False
         with self.replicas.meeting(step):
             self._end_round(step, schedule, last=last)
@@ -275,75 +267,46 @@ class RoundLoop:
     def _end_round(self, step: int, scheduled: Sequence[float | Tensor], *, last: bool) -> None:
         started = time.perf_counter()
         self._begin()  # a GradScaler may have skipped every step so far
-        steering = self.steering
-        held = self.rollback is not None and self.rollback.budget.spent
-        acting = self._has_controller() and self.acting[0] < step <= self.acting[1] and not held
+        steering, replicas = self.steering, self.replicas
+        acting = self.policy.is_acting(step)
         has_probe = acting and self.board.probe is not None
         probe = self.board.evaluate(steering.positions(self._index), steering.positions()) if has_probe else math.nan
         needs_losses = acting and not has_probe and self._learns_from_losses()
         table = self._compare_notes(step, losses_required=needs_losses, probe=probe)
         schedule = np.array([float(value) for value in self.of_all(scheduled)])
-        replicas, slopes = self.replicas, None
+        slopes = None
         if self.gradient is not None:
             slopes = self.gradient.drain(replicas.group, replicas.device, replicas.parts)
-        finite = table["healthy"] > 0
-        exploded = self.together.exploded(np.where(finite, table["losses"], np.nan))
-        healthy = finite & ~exploded
-        losses = np.where(healthy, table["losses"], np.nan)
-        signal = losses if not has_probe else np.where(healthy, table["probes"], np.nan)
-        before, multipliers = steering.scales, steering.multipliers
-        positions = [steering.positions(r) for r in range(steering.num_replicas)]
-        info: dict[str, Any] = {}
-        distance, averaged = 0.0, "none"
-        if self._is_broken(step, losses, healthy, losses_given=bool(table["weights"].any())):
-            self._go_back(step)
-        else:
-            if acting:
-                info = steering.decide(signal, slopes)
-            new_anchor = acting and self.anchor is not None and steering.wants_new_anchor()
-            if not healthy.all():
-                self.together.mend_state(step, healthy, exploded)
-            if self.apart:
-                distance, averaged = self._bring_together(step, healthy, signal, at_once=last or new_anchor)
-            elif not healthy.all():
-                self.weights.mend(self.weights.local().values(), healthy, alike=True)
-            if new_anchor:
-                assert self.anchor is not None
-                self.anchor.renew(self.weights.anchored())
-                self._anchor_apart_from = None
-            if self.rollback is not None and self.together.flight is None:
-                self.rollback.keep(self.weights.local(), self.optimizer)
-        panel = info.pop("panel", {})
-        if steering.panel.moves_lrs:
-            info = {name: panel[name][: steering.num_lrs] for name in ("slope", "standard_error", "z") if name in panel}
-        steering.next_round()
-        if not last and self.together.flight is None:
-            self._renew_anchor()
-            self._place()
+        verdict = self.policy.end_round(
+            Observed(
+                step=step,
+                losses=table["losses"],
+                finite=table["healthy"] > 0,
+                losses_given=bool(table["weights"].any()),
+                compared=table["probes"] if has_probe else None,
+                slopes=slopes,
+                last=last,
+            )
+        )
+        distance, averaged = self._move_weights(step, verdict, last=last)
+        for message in verdict.messages:
+            warnings.warn(message, stacklevel=5)
         self._left_at_mean = last
         if last:
             self._end()
         self._update_factors()
         self._history.append(
-            RoundRecord(
-                index=steering.round_index - 1,
+            RoundRecord.of(
+                verdict,
+                steering,
+                schedule=schedule,
+                knob_of_group=self.knob_of_group,
+                knobs={knob.name: knob.value_at for knob in self.board},
                 step=step,
                 losses=tuple(table["losses"].tolist()),
-                values=tuple(
-                    tuple((value * before[k] * multipliers[k]).tolist())
-                    for value, k in zip(schedule, self.knob_of_group, strict=True)
-                ),
-                base_values=tuple((schedule * steering.scales[self.knob_of_group]).tolist()),
-                scales=tuple(steering.scales[: steering.num_lrs].tolist()),
-                control=info,
-                unhealthy=tuple(np.flatnonzero(~finite).tolist()),
-                num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
-                held=held,
                 distance=distance,
-                converge_s=self.together.clock(started, step, self.interval),
+                converge_s=self.together.clock(started, step, self.policy.interval),
                 probes=tuple(table["probes"].tolist()) if has_probe else (),
-                knobs=self.board.record(positions, steering.positions(), panel, steering.num_lrs),
-                quarantined=tuple(np.flatnonzero(exploded).tolist()),
                 averaged=averaged,
                 num_updates=tuple(int(n) for n in table["num_updates"]) if self.counts_updates else (),
                 resumed_from=self._resumed_from,
@@ -356,13 +319,40 @@ class RoundLoop:
         for sink in self.sinks:
             sink(self._history[-1])
 
-    def _bring_together(self, step: int, healthy: BoolArray, signal: FloatArray, *, at_once: bool) -> tuple[float, str]:
+    def _move_weights(self, step: int, verdict: Verdict, *, last: bool) -> tuple[float, str]:
+        """Where the verdict sends the weights. Returns the replicas' distance from their mean, and whose mean it is."""
+        distance, averaged, healthy = 0.0, "none", verdict.healthy
+        if verdict.go_back:
+            assert self.fallback is not None
+            self.fallback.snapshot.restore(self.weights.local(), self.optimizer)
+            self.outer.restart(self.weights.anchored())
+            self._converged_step = step
+        else:
+            if not healthy.all():
+                self.together.mend_state(step, healthy, verdict.quarantined)
+            if self.apart:
+                distance, averaged = self._bring_together(step, verdict, last=last)
+            elif not healthy.all():
+                self.weights.mend(self.weights.local().values(), healthy, alike=True)
+            if self.fallback is not None and self.together.flight is None:
+                self.fallback.snapshot.take(self.weights.local(), self.optimizer)
+        if self.together.flight is None:
+            if verdict.new_anchor:
+                assert self.anchor is not None
+                self.anchor.renew(self.weights.anchored())
+                self._anchor_apart_from = None
+            if not last:
+                self._share_anchor()
+                self._place()
+        return distance, averaged
+
+    def _bring_together(self, step: int, verdict: Verdict, *, last: bool) -> tuple[float, str]:
         """Eq. 3 at the end of a round. Returns the replicas' distance from their mean, and whose mean it is."""
-        index = self.steering.round_index
-        renews = self.anchor is not None and self.anchor_rounds is not None and (index + 1) % self.anchor_rounds == 0
         begun = self._centre_apart_from is None and (self.anchor is None or self._anchor_apart_from is None)
-        at_once = at_once or renews or not begun or not healthy.all()
-        distance, averaged = self.together.meet(step, healthy, signal, round_index=index, at_once=at_once)
+        at_once = last or verdict.new_anchor or not begun or not verdict.healthy.all()
+        distance, averaged = self.together.meet(
+            step, verdict.healthy, verdict.losses, round_index=verdict.index, at_once=at_once
+        )
         if self.together.flight is not None:
             self._pending = True
             return distance, averaged
@@ -383,42 +373,19 @@ class RoundLoop:
         self._pending = False
 
         def settle() -> None:
-            if self.rollback is not None:
-                self.rollback.keep(self.weights.local(), self.optimizer)
+            if self.fallback is not None:
+                self.fallback.snapshot.take(self.weights.local(), self.optimizer)
             self._place()
 
         self.weights.reshard()
         flight.land(settle)
         self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
 
-    def _has_controller(self) -> bool:
-        return self.steering.controller is not None or self.steering.panel.controller is not None
-
     def _learns_from_losses(self) -> bool:
         return self.gradient is None or self.steering.panel.controller is not None
 
-    def _is_broken(self, step: int, losses: FloatArray, healthy: BoolArray, *, losses_given: bool) -> bool:
-        """Whether this round has to be undone. Raises where it would have to be and cannot."""
-        if self.rollback is None:
-            self.together.require_any(healthy, step)
-            return False
-        weights_fine = self.together.can_go_on(healthy)
-        return self.rollback.is_broken(losses, weights_fine=weights_fine, losses_given=losses_given, step=step)
-
-    def _go_back(self, step: int) -> None:
-        assert self.rollback is not None
-        self.rollback.go_back(self.weights.local(), self.optimizer)
-        self.outer.restart(self.weights.anchored())
-        self.steering.cut(CUT)
-        self._converged_step = step
-
-    def _renew_anchor(self) -> None:
-        if self.anchor is None:
-            return
-        if self.anchor_rounds is not None and self.steering.round_index % self.anchor_rounds == 0:
-            self.anchor.renew(self.weights.anchored())
-            self._anchor_apart_from = None
-        elif self._anchor_apart_from is not None:
+    def _share_anchor(self) -> None:
+        if self.anchor is not None and self._anchor_apart_from is not None:
             # Replicas may have started apart (a warm noisy start): the line needs one anchor for all.
             mean_(self.anchor.copies[self._anchor_apart_from :], self.replicas, [True] * self.replicas.count)
             self._anchor_apart_from = None
@@ -447,7 +414,7 @@ class RoundLoop:
         if self.gradient is not None:
             self.gradient.collect(self.replicas.group, self.replicas.device, self.replicas.parts)
         if self.apart:
-            self.together.require_any(healthy, step)
+            self.policy.require_mean(healthy, step)
             self.weights.average(healthy, step=step)
             self._converged_step = step
             self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
@@ -499,7 +466,7 @@ class RoundLoop:
         healthy = self.weights.is_healthy()
         note = Note(step, total, weight, healthy, digest, self._digest(), probe, self.num_updates, asked)
         alike = self.together.shared_gradients
-        num_steps = step - max(step - 1, 0) // self.interval * self.interval
+        num_steps = self.policy.num_steps(step)
         table = compare_notes(
             self.replicas, note, losses_required=losses_required, updates_alike=alike, num_steps=num_steps
         )
@@ -537,8 +504,8 @@ class RoundLoop:
         vars(self).update(state)
         self.lock = threading.RLock()
         self.weights.recount()
-        if self.rollback is not None:
-            self.rollback.snapshot.forget()  # as after a resume: it names tensors by their identities
+        if self.fallback is not None:
+            self.fallback.snapshot.forget()  # as after a resume: it names tensors by their identities
 
     @property
     def history(self) -> list[RoundRecord]:
@@ -560,10 +527,9 @@ class RoundLoop:
         parameters = self.weights.anchored()
         anchor = [] if self.anchor is None else self.anchor.copies or [local_tensor(p) for p in parameters]
         return {
-            **self.steering.state_dict(),
+            **self.policy.state_dict(),
             "signal": pack_signal(self._shared_signal),
             "left_at_mean": self._left_at_mean and not self._inside_converged,
-            **(self.rollback.state_dict() if self.rollback is not None else NO_ROLLBACK),
             "num_ranks": self.replicas.count,
             "num_calls": self.gradient.num_calls if self.gradient is not None else 0,
             "samples": self.gradient.samples.tolist() if self.gradient is not None else [],
@@ -571,7 +537,6 @@ class RoundLoop:
             "joined": list(self.joined),
             "knobs": self.board.starts(),
             "outer": self.outer.state_dict(parameters),
-            "quarantine": pack_quarantine(self.together.quarantine_state),
         }
 
     def num_scheduled(self, state: Any) -> int:
@@ -590,7 +555,7 @@ class RoundLoop:
         saved = read_round(state, self.replicas, parameters, num_lrs=self.steering.num_lrs, updates_alike=alike)
         self.outer.check_state(state["outer"], parameters)
         starts = self.board.check_starts(state["knobs"])
-        self.steering.load_state_dict(state)  # checks everything before it changes anything
+        self.policy.load_state_dict(state)  # checks everything before it changes anything
         self.board.restart(starts)
         self.steering.set_bounds(self.board.bounds())
         self.outer.load_state_dict(state["outer"], parameters)
@@ -606,14 +571,13 @@ class RoundLoop:
         self._shared_signal = saved.signal
         self._converged_step = step
         self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None
-        self.together.quarantine_state = saved.quarantine
         self.together.forget_flight()
         self._pending = self._inside_converged
         if self.gradient is not None:
             self.gradient.forget()
             self.gradient.num_calls, self.gradient.samples = saved.num_calls, saved.samples
-        if self.rollback is not None:
-            self.rollback.load_state_dict(state, self.weights.local() if self.apart else None)
+        if self.fallback is not None:
+            self.fallback.restart(self.weights.local() if self.apart else None)
         if self.anchor is not None:
             self.anchor.copies = []
             if saved.anchor:

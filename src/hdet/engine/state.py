@@ -9,13 +9,10 @@ import numpy as np
 from torch import Tensor
 
 from hdet.checks import LARGEST, FloatArray, flag_of, mapping_of, numbers_of, shown, whole_of
-from hdet.policy.guard import GuardState, pack_guard, unpack_guard
-from hdet.policy.quarantine import QuarantineState, unpack_quarantine
 from hdet.replicas.group import Replicas
 from hdet.signals.gradient import unpack_samples
 from hdet.weights.saved import tensors_of
 
-NO_ROLLBACK = {"guard": pack_guard(GuardState()), "num_rollbacks": 0, "rollback_debt": 0}
 SIGNAL = ("totals", "weights", "num_updates")
 
 
@@ -31,7 +28,6 @@ class SavedRound(NamedTuple):
         samples, num_calls: of the gradient signal.
         joined: of each param group that joined in mid-run, its share of the first one's learning rate.
         left_at_mean: whether the weights were left at the mean.
-        quarantine: what is usual among replicas.
     """
 
     num_ranks: int
@@ -44,7 +40,6 @@ class SavedRound(NamedTuple):
     num_calls: int
     joined: list[float]
     left_at_mean: bool
-    quarantine: QuarantineState
 
 
 def pack_signal(signal: FloatArray | None) -> dict[str, list[float]]:
@@ -68,9 +63,6 @@ def read_round(
             raise ValueError(f"num_updates must be alike where gradients are shared, but got {signal[2].tolist()}")
         total, weight = (signal[:2, replicas.index] / replicas.num_parts).tolist()
         num_updates = int(signal[2, replicas.index])
-    unpack_guard(state["guard"])
-    whole_of(state["num_rollbacks"], "num_rollbacks")
-    whole_of(state.get("rollback_debt", 0), "rollback_debt")  # states of earlier versions have none
     return SavedRound(
         num_ranks,
         signal,
@@ -82,7 +74,6 @@ def read_round(
         whole_of(state["num_calls"], "num_calls"),
         joined_of(state),
         flag_of(state["left_at_mean"], "left_at_mean"),
-        unpack_quarantine(state["quarantine"]),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch.optim import Optimizer
 
 from hdet.checks import FloatArray, mapping_of, number, shown
 from hdet.controllers.base import Controller
-from hdet.history import KnobRecord
 from hdet.knobs import Knob
 from hdet.policy.steering import Panel
 from hdet.signals.probe import Probe, evaluate
@@ -83,20 +81,6 @@ class Board:
         finally:
             for i in hidden:
                 self.knobs[i].write(float(own[i]))
-
-    def record(
-        self, positions: Sequence[FloatArray], base: FloatArray, info: Mapping[str, Any], first_row: int
-    ) -> dict[str, KnobRecord]:
-        """For the history: where the knobs were on each replica, where their base is now, and what was seen."""
-        records = {}
-        for i, knob in enumerate(self.knobs):
-            seen = {
-                name: float(info[name][first_row + i]) if knob.adapt and name in info else math.nan
-                for name in ("slope", "standard_error", "z")
-            }
-            values = tuple(knob.value_at(float(place[i])) for place in positions)
-            records[knob.name] = KnobRecord(values, knob.value_at(float(base[i])), **seen)
-        return records
 
     def starts(self) -> dict[str, float]:
         return {knob.name: knob.start for knob in self.knobs}

@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from hdet.checks import shown
 from hdet.controllers import Controller, EvidenceController
-from hdet.engine.rollback import Rollback
+from hdet.engine.rollback import Fallback
 from hdet.engine.rounds import RoundLoop
 from hdet.knobs import Knob, LearningRate
 from hdet.knobs.knob_set import Board
 from hdet.operations import PLAIN, Operations
+from hdet.policy.rollback import Rollback
+from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import NO_PANEL, Panel, Steering
 from hdet.replicas.group import (
     Replicas,
@@ -157,22 +159,27 @@ def make_loop(
         first_scale=first_scale if spread > 0 or gradient is not None else 1.0,
         panel=panel,
     )
-    undo = None
-    if rollback and (apart or gradient):
-        undo = Rollback(Snapshot(snapshot_device), max_rollbacks, strict=operations.strict_rollbacks)
+    undoes = rollback and (apart or gradient is not None)
+    policy = RoundPolicy(
+        steering,
+        interval=interval,
+        acting=acting,
+        rollback=Rollback(max_rollbacks, strict=operations.strict_rollbacks) if undoes else None,
+        quarantine=operations.quarantine,
+        anchored=kept is not None,
+        anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
+        repairable=replicas.whole,
+    )
     return RoundLoop(
         optimizer,
         Weights(optimizer, model, replicas),
         replicas,
-        steering,
+        policy,
         knob_of_group=knob_of_group,
         one_scale=together,
-        interval=interval,
-        acting=acting,
         anchor=kept,
-        anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         gradient=gradient,
-        rollback=undo,
+        fallback=Fallback(Snapshot(snapshot_device)) if undoes else None,
         step=step,
         apart=apart,
         board=board or Board(),

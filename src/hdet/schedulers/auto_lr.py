@@ -266,7 +266,7 @@ class AutoLR(RoundFace, LRScheduler):
         self._refuse_repeats()
         with loop.lock:
             step = self._step + 1
-            self._check_alone(wait=step % loop.interval == 0)
+            self._check_alone(wait=loop.policy.is_due(step))
             if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
                 self.schedule.step()  # raises, before anything has changed
             if loss is not None:
