@@ -36,7 +36,8 @@ from hdet.replicas.agreement import Note, compare_notes
 from hdet.replicas.average import mean_
 from hdet.replicas.group import Replicas, shape_digest
 from hdet.replicas.sharding import as_saved, local_tensor
-from hdet.signals.gradient import GradientSignal, drop_nonfinite
+from hdet.signals.base import Signal, merged
+from hdet.signals.gradient import drop_nonfinite
 from hdet.signals.loss import Loss, LossMeter
 from hdet.weights.anchor import Anchor
 from hdet.weights.averaged import Weights
@@ -56,7 +57,7 @@ class RoundLoop:
         knob_of_group: which of the steering's knobs each param group belongs to.
         one_scale: whether param groups that join later belong to the first of them, or to new ones.
         anchor: where effects are measured from; None for the last converge.
-        gradient: the first-order signal; None for the loss signal.
+        signals: what rounds show; of two that show the same, the first counts.
         fallback: what undone rounds go back to; None where none is.
         step: optimizer steps already taken.
         apart: whether replicas may differ between converges.
@@ -77,7 +78,7 @@ class RoundLoop:
         knob_of_group: list[int],
         one_scale: bool,
         anchor: Anchor | None = None,
-        gradient: GradientSignal | None = None,
+        signals: Sequence[Signal],
         fallback: Fallback | None = None,
         step: int = 0,
         apart: bool,
@@ -100,10 +101,10 @@ class RoundLoop:
         """Of each param group that joined after the schedule was made, its share of the first one's."""
         self._joined_shared = True
         self.anchor = anchor
-        self.gradient = gradient
+        self.signals = tuple(signals)
         self.fallback = fallback
         self.apart = apart
-        self.active = apart or gradient is not None
+        self.active = apart or any(not signal.compares for signal in signals)
         self.counts_updates = self.active and replicas.group is not None
         self.board = board
         self.outer = outer or OuterStep()
@@ -153,8 +154,8 @@ class RoundLoop:
         for _ in self.optimizer.param_groups[known:]:
             knob = 0 if self._one_scale else self.steering.add_lr()
             self.knob_of_group.append(knob)
-            if self.gradient is not None:
-                self.gradient.add_group(knob)
+            for signal in self.signals:
+                signal.add_group(knob)
         joined = [p for group in self.optimizer.param_groups[known:] for p in group["params"]]
         if self.anchor is not None and num_copies:
             self.anchor.add(joined)
@@ -194,8 +195,8 @@ class RoundLoop:
             self._check_capture()
         with self.lock:
             self._begin()
-            if self.gradient is not None:
-                self.gradient.sample(self.optimizer)
+            for signal in self.signals:
+                signal.before_step(self.optimizer)
         if self.operations.skip_nonfinite:
             drop_nonfinite(self.optimizer)
 
@@ -206,11 +207,8 @@ class RoundLoop:
 
     def _check_capture(self) -> None:
         """Raise where what this does before a step would be part of a CUDA graph, and be repeated with every replay."""
-        if self.gradient is not None:
-            raise RuntimeError(
-                'optimizer.step() must not be captured in a CUDA graph with signal="gradient": a replay takes no new '
-                "sample; capture forward and backward, and call optimizer.step() after each replay"
-            )
+        for signal in self.signals:
+            signal.refuse_capture()
         has_anchor = self.anchor is None or bool(self.anchor.copies)
         if not has_anchor or (self.fallback is not None and not self.fallback.snapshot.taken):
             raise RuntimeError(
@@ -267,24 +265,22 @@ class RoundLoop:
     def _end_round(self, step: int, scheduled: Sequence[float | Tensor], *, last: bool) -> None:
         started = time.perf_counter()
         self._begin()  # a GradScaler may have skipped every step so far
-        steering, replicas = self.steering, self.replicas
-        acting = self.policy.is_acting(step)
-        has_probe = acting and self.board.probe is not None
-        probe = self.board.evaluate(steering.positions(self._index), steering.positions()) if has_probe else math.nan
-        needs_losses = acting and not has_probe and self._learns_from_losses()
-        table = self._compare_notes(step, losses_required=needs_losses, probe=probe)
+        steering, acting = self.steering, self.policy.is_acting(step)
+        if acting:
+            for signal in self.signals:
+                own, base = steering.positions(self._index), steering.positions()
+                signal.measure(self.board.training_at_base(own, base))
+        table = self._compare_notes(step, losses_required=acting and any(s.needs_losses for s in self.signals))
         schedule = np.array([float(value) for value in self.of_all(scheduled)])
-        slopes = None
-        if self.gradient is not None:
-            slopes = self.gradient.drain(replicas.group, replicas.device, replicas.parts)
+        reading = merged([signal.drain() for signal in self.signals])
         verdict = self.policy.end_round(
             Observed(
                 step=step,
                 losses=table["losses"],
                 finite=table["healthy"] > 0,
                 losses_given=bool(table["weights"].any()),
-                compared=table["probes"] if has_probe else None,
-                slopes=slopes,
+                compared=reading.losses,
+                slopes=reading.slopes,
                 last=last,
             )
         )
@@ -306,7 +302,7 @@ class RoundLoop:
                 losses=tuple(table["losses"].tolist()),
                 distance=distance,
                 converge_s=self.together.clock(started, step, self.policy.interval),
-                probes=tuple(table["probes"].tolist()) if has_probe else (),
+                probes=tuple(reading.losses.tolist()) if reading.held_out and reading.losses is not None else (),
                 averaged=averaged,
                 num_updates=tuple(int(n) for n in table["num_updates"]) if self.counts_updates else (),
                 resumed_from=self._resumed_from,
@@ -381,9 +377,6 @@ class RoundLoop:
         flight.land(settle)
         self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
 
-    def _learns_from_losses(self) -> bool:
-        return self.gradient is None or self.steering.panel.controller is not None
-
     def _share_anchor(self) -> None:
         if self.anchor is not None and self._anchor_apart_from is not None:
             # Replicas may have started apart (a warm noisy start): the line needs one anchor for all.
@@ -411,8 +404,6 @@ class RoundLoop:
 
     def _converge(self, step: int) -> None:
         healthy = self._compare_notes(step, losses_required=False, asked=True)["healthy"] > 0
-        if self.gradient is not None:
-            self.gradient.collect(self.replicas.group, self.replicas.device, self.replicas.parts)
         if self.apart:
             self.policy.require_mean(healthy, step)
             self.weights.average(healthy, step=step)
@@ -455,16 +446,14 @@ class RoundLoop:
                 self._converged_step, self._left_at_mean = before
         self.write_knobs(at_base=self.finished)
 
-    def _compare_notes(
-        self, step: int, *, losses_required: bool, probe: float = math.nan, asked: bool = False
-    ) -> dict[str, FloatArray]:
+    def _compare_notes(self, step: int, *, losses_required: bool, asked: bool = False) -> dict[str, FloatArray]:
         self.weights.refuse_join(step)
         total, weight = self.meter.drain()
         digest = self.weights.digest()
         if self.together.optimizer_state == "average":
             digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
         healthy = self.weights.is_healthy()
-        note = Note(step, total, weight, healthy, digest, self._digest(), probe, self.num_updates, asked)
+        note = Note(step, total, weight, healthy, digest, self._digest(), self.num_updates, asked)
         alike = self.together.shared_gradients
         num_steps = self.policy.num_steps(step)
         table = compare_notes(
@@ -475,6 +464,8 @@ class RoundLoop:
             # Each has taken up new param groups by its own learning rates, which differ.
             self.joined = self.replicas.gather(self.joined, step=step).mean(axis=(0, 1)).tolist()
             self._joined_shared = True
+        for signal in self.signals:
+            signal.share(self.replicas, table["losses"])
         return table
 
     def _digest(self) -> int:
@@ -528,11 +519,10 @@ class RoundLoop:
         anchor = [] if self.anchor is None else self.anchor.copies or [local_tensor(p) for p in parameters]
         return {
             **self.policy.state_dict(),
-            "signal": pack_signal(self._shared_signal),
+            "losses": pack_signal(self._shared_signal),
             "left_at_mean": self._left_at_mean and not self._inside_converged,
             "num_ranks": self.replicas.count,
-            "num_calls": self.gradient.num_calls if self.gradient is not None else 0,
-            "samples": self.gradient.samples.tolist() if self.gradient is not None else [],
+            "signals": {signal.name: signal.state_dict() for signal in self.signals},
             "anchor": [as_saved(copy, p) for copy, p in zip(anchor, parameters, strict=bool(anchor))],
             "joined": list(self.joined),
             "knobs": self.board.starts(),
@@ -552,7 +542,7 @@ class RoundLoop:
         self.weights.reshard()
         parameters = self.weights.anchored()
         alike = self.together.shared_gradients
-        saved = read_round(state, self.replicas, parameters, num_lrs=self.steering.num_lrs, updates_alike=alike)
+        saved = read_round(state, self.replicas, parameters, self.signals, updates_alike=alike)
         self.outer.check_state(state["outer"], parameters)
         starts = self.board.check_starts(state["knobs"])
         self.policy.load_state_dict(state)  # checks everything before it changes anything
@@ -573,9 +563,10 @@ class RoundLoop:
         self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None
         self.together.forget_flight()
         self._pending = self._inside_converged
-        if self.gradient is not None:
-            self.gradient.forget()
-            self.gradient.num_calls, self.gradient.samples = saved.num_calls, saved.samples
+        for signal in self.signals:
+            signal.forget()
+            if signal.name in saved.signals:
+                signal.load_state_dict(saved.signals[signal.name])
         if self.fallback is not None:
             self.fallback.restart(self.weights.local() if self.apart else None)
         if self.anchor is not None:

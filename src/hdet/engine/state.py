@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hdet.checks import LARGEST, FloatArray, flag_of, mapping_of, numbers_of, shown, whole_of
 from hdet.replicas.group import Replicas
-from hdet.signals.gradient import unpack_samples
+from hdet.signals.base import Signal
 from hdet.weights.saved import tensors_of
 
 SIGNAL = ("totals", "weights", "num_updates")
@@ -25,7 +25,7 @@ class SavedRound(NamedTuple):
             known, or were another number's.
         total, weight, num_updates: this replica's part of the signal.
         anchor: this rank's part of the anchor, or nothing.
-        samples, num_calls: of the gradient signal.
+        signals: the state of each signal by its name.
         joined: of each param group that joined in mid-run, its share of the first one's learning rate.
         left_at_mean: whether the weights were left at the mean.
     """
@@ -36,8 +36,7 @@ class SavedRound(NamedTuple):
     weight: float
     num_updates: int
     anchor: list[Tensor]
-    samples: FloatArray
-    num_calls: int
+    signals: Mapping[str, Mapping[str, Any]]
     joined: list[float]
     left_at_mean: bool
 
@@ -49,13 +48,13 @@ def pack_signal(signal: FloatArray | None) -> dict[str, list[float]]:
 
 
 def read_round(
-    state: Any, replicas: Replicas, parameters: Sequence[Tensor], *, num_lrs: int, updates_alike: bool
+    state: Any, replicas: Replicas, parameters: Sequence[Tensor], signals: Sequence[Signal], *, updates_alike: bool
 ) -> SavedRound:
     """The round of a saved state; ValueError or KeyError where it cannot be used."""
     state = mapping_of(state, "rounds")
     num_ranks = whole_of(state["num_ranks"], "num_ranks", 1)
     whole_of(state["num_replicas"], "num_replicas", 1)
-    signal = _unpack_signal(state["signal"], num_ranks) if num_ranks == replicas.count else None
+    signal = _unpack_signal(state["losses"], num_ranks) if num_ranks == replicas.count else None
     total = weight = 0.0
     num_updates = 0
     if signal is not None:
@@ -70,11 +69,20 @@ def read_round(
         weight,
         num_updates,
         tensors_of(state["anchor"], parameters, "anchor", "the shapes of the optimizer's parameters"),
-        unpack_samples(state["samples"], num_lrs),
-        whole_of(state["num_calls"], "num_calls"),
+        _signals_of(state["signals"], signals),
         joined_of(state),
         flag_of(state["left_at_mean"], "left_at_mean"),
     )
+
+
+def _signals_of(saved: Any, signals: Sequence[Signal]) -> dict[str, Mapping[str, Any]]:
+    """Of each signal that a state has something for; the others of this run start afresh."""
+    found = mapping_of(saved, "signals")
+    states = {s.name: mapping_of(found[s.name], f"signals[{s.name!r}]") for s in signals if s.name in found}
+    for signal in signals:
+        if signal.name in states:
+            signal.check_state(states[signal.name])
+    return states
 
 
 def joined_of(state: Any) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from hdet.checks import FloatArray, mapping_of, number, shown
 from hdet.controllers.base import Controller
 from hdet.knobs import Knob
 from hdet.policy.steering import Panel
-from hdet.signals.probe import Probe, evaluate
+from hdet.signals.probe import Probe
 
 MAX_POSITION = 30.0
 """Beyond e^30 times its start no knob means anything, and exponentials overflow not much later."""
@@ -69,15 +70,15 @@ class Board:
         for knob, position in zip(self.knobs, positions.tolist(), strict=True):
             knob.write(position)
 
-    def evaluate(self, own: FloatArray, base: FloatArray) -> float:
-        """The probe's loss, with this replica's positions ``own`` for the knobs that act outside training."""
-        assert self.probe is not None
+    @contextmanager
+    def training_at_base(self, own: FloatArray, base: FloatArray) -> Iterator[None]:
+        """For a probe: this replica's positions ``own`` only for the knobs that act outside training."""
         # The others must not reach into the probe, through a criterion it shares with training: base for all replicas.
         hidden = [i for i, knob in enumerate(self.knobs) if knob.acts == "training"]
         for i in hidden:
             self.knobs[i].write(float(base[i]))
         try:
-            return evaluate(self.probe, self.model)
+            yield
         finally:
             for i in hidden:
                 self.knobs[i].write(float(own[i]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ class Note(NamedTuple):
         total, weight: weighted sum of its losses, and the weights'.
         healthy: whether its weights are finite.
         shapes, state: digests of what it would average, and of where its scheduler stands.
-        probe: its loss on held-out data, NaN without.
         num_updates: calls of its optimizer in this round; 0 where nobody counts.
         asked: whether it was asked to meet, by converge(), converged() or finish(), instead of ending a round.
     """
@@ -30,7 +28,6 @@ class Note(NamedTuple):
     healthy: bool
     shapes: int
     state: int
-    probe: float = math.nan
     num_updates: int = 0
     asked: bool = False
 
@@ -50,12 +47,12 @@ def compare_notes(
     rows = replicas.gather([float(fact) for fact in mine], step=mine.step)
     # What a replica's parts saw makes up what it saw. All must decide alike, or its shards no longer fit together.
     totals, weights = rows[:, :, 1].sum(axis=1), rows[:, :, 2].sum(axis=1)
-    healthy, probes = rows[:, :, 3].min(axis=1), rows[:, :, 6].mean(axis=1)
+    healthy = rows[:, :, 3].min(axis=1)
     steps, states, shapes = rows[:, :, 0].flatten(), rows[:, :, 5].flatten(), rows[:, :, 4]
     if len(set(steps)) > 1:
         by_replica = [sorted({int(s) for s in parts}) for parts in rows[:, :, 0]]
         listing = ", ".join(f"replica {r}: {' and '.join(map(str, found))}" for r, found in enumerate(by_replica))
-        asked = rows[:, :, 8].max(axis=1) > 0
+        asked = rows[:, :, 7].max(axis=1) > 0
         alone = (
             f"only replicas {np.flatnonzero(asked).tolist()} are in converge(), converged() or finish(), which must be "
             "called on every rank after the same step; "
@@ -65,8 +62,8 @@ def compare_notes(
             f"{alone if asked.any() and not asked.all() else ''}"
             "check for uneven data or steps skipped on some ranks. No weights were averaged"
         )
-    num_updates = rows[:, 0, 7]
-    if updates_alike and len(set(rows[:, :, 7].flatten())) > 1:
+    num_updates = rows[:, 0, 6]
+    if updates_alike and len(set(rows[:, :, 6].flatten())) > 1:
         listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
         raise RuntimeError(
             "replicas that share gradients must take the same optimizer steps, but in the round up to step "
@@ -102,6 +99,5 @@ def compare_notes(
         "weights": weights,
         "healthy": healthy,
         "losses": losses,
-        "probes": probes,
         "num_updates": num_updates,
     }

@@ -44,6 +44,7 @@ class Replicas:
         """Whether each of them holds all that it trains; False where members of the group are shards of one model."""
         self._board = ""
         self._lost = False
+        self._step = 0
 
     def node(self, size: int) -> Replicas:
         """Those on this one's node: ``size`` consecutive replicas. A collective of the node."""
@@ -107,20 +108,32 @@ class Replicas:
         # A start that was cut short may have left arrivals behind, so that not all digests had been counted.
         return "replicas must agree about their arguments and parameters, but got " + "; ".join(lines) if lines else ""
 
-    def gather(self, values: Sequence[float], *, step: int) -> FloatArray:
-        """Everyone's ``values``, by replica and part. Names who is missing when the collective fails."""
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes of all replicas, in place. A collective."""
+        for each in (self.group, *self.parts):
+            if each is not None:
+                dist.all_reduce(tensor, group=each)
+        return tensor
+
+    def gather(self, values: Sequence[float], *, step: int | None = None) -> FloatArray:
+        """Everyone's ``values``, by replica and part; a collective. Names who is missing when it fails.
+
+        ``step``: which one it is for; default that of the last call.
+        """
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)[None]
         if self.group is None:
             return mine.numpy()[None]
-        if self._board:
-            _store().set(f"{self._board}/step/{self.index}", str(step))
+        if step is not None:
+            self._step = step
+            if self._board:
+                _store().set(f"{self._board}/step/{self.index}", str(step))
         try:
             for part in self.parts:
                 mine = torch.cat(_all_gather(mine, part))
             return torch.stack(_all_gather(mine, self.group)).cpu().numpy()
         except RuntimeError as error:
             self._lost = True
-            raise RuntimeError(self._who_is_missing(step)) from error
+            raise RuntimeError(self._who_is_missing(self._step)) from error
 
     @contextlib.contextmanager
     def meeting(self, step: int) -> Iterator[None]:

@@ -32,8 +32,10 @@ from hdet.replicas.group import (
     trained_parameters,
 )
 from hdet.replicas.sharding import sharding
+from hdet.signals.base import Signal
 from hdet.signals.gradient import GradientSignal, default_sample_every
-from hdet.signals.probe import Probe
+from hdet.signals.loss import LossSignal
+from hdet.signals.probe import Probe, ProbeSignal
 from hdet.weights.anchor import Anchor
 from hdet.weights.averaged import Weights
 from hdet.weights.outer import OuterStep, StatePolicy
@@ -140,26 +142,30 @@ def make_loop(
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
     anchored = signal == "gradient" or (anchor != "round" and spread > 0)
     kept = Anchor(device=anchor_device, dtype=anchor_dtype) if anchored else None
-    gradient = None
+    signals: list[Signal] = []
     if signal == "gradient":
         assert kept is not None
         every = sample_every or default_sample_every(optimizer, interval)
-        gradient = GradientSignal(
-            kept, knob_of_group, sample_every=every, num_ranks=replicas.count * replicas.num_parts
-        )
+        num_ranks = replicas.count * replicas.num_parts
+        signals.append(GradientSignal(kept, knob_of_group, sample_every=every, num_ranks=num_ranks))
+    if board is not None and board.probe is not None:
+        signals.append(ProbeSignal(board.probe, board.model))
+    elif signal == "loss" or panel.controller is not None:
+        signals.append(LossSignal())
+    shows = spread > 0 or any(not each.compares for each in signals)
     steering = Steering(
         num_knobs=max(knob_of_group) + 1,
         num_replicas=replicas.count if apart else 1,
         spread=spread,
         controller=controller,
         scale_bounds=scale_bounds,
-        gated=gated and (spread > 0 or gradient is not None),
+        gated=gated and shows,
         seed=seed,
         round_index=step // interval,
-        first_scale=first_scale if spread > 0 or gradient is not None else 1.0,
+        first_scale=first_scale if shows else 1.0,
         panel=panel,
     )
-    undoes = rollback and (apart or gradient is not None)
+    undoes = rollback and (apart or shows)
     policy = RoundPolicy(
         steering,
         interval=interval,
@@ -178,7 +184,7 @@ def make_loop(
         knob_of_group=knob_of_group,
         one_scale=together,
         anchor=kept,
-        gradient=gradient,
+        signals=signals,
         fallback=Fallback(Snapshot(snapshot_device)) if undoes else None,
         step=step,
         apart=apart,
