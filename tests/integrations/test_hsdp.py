@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from hdet import Operations
 from hdet.launch import launch
-from hdet.replicas.group import find_replicas
+from hdet.replicas.find import find_replicas
 from hdet.replicas.sharding import local_tensor
 from native import FACES, TOTAL_STEPS, Run, alike, batch, error, everyone, net, paper
 
@@ -109,7 +109,7 @@ def _parts() -> dict[str, Any]:
     run = setting.hsdp("nesterov")
     run.advance(5)
     shapes = [local_tensor(p).shape for p in run.model.parameters()]
-    loop = run.scheduler._rounds
+    loop = run.scheduler._rounds.averager
     assert loop.anchor is not None
     assert loop.fallback is not None
     snapshot = loop.fallback.snapshot._last
@@ -245,8 +245,8 @@ def _one_dimension() -> dict[str, Any]:
     again: Any = None
     out["whole"] = error(lambda: _loaded(mesh, files[0]))
     if not out["whole"]:
-        again = _loaded(mesh, files[0]).scheduler._rounds.anchor.copies  # type: ignore[union-attr]
-        kept: Any = run.scheduler._rounds.anchor
+        again = _loaded(mesh, files[0]).scheduler._rounds.averager.anchor.copies  # type: ignore[union-attr]
+        kept: Any = run.scheduler._rounds.averager.anchor
         out["whole: the same anchor"] = all(torch.equal(a, b) for a, b in zip(again, kept.copies, strict=True))
     return out
 

@@ -386,8 +386,8 @@ def _optimizer_state(run: _Run) -> list[Any]:
 def _on_the_line(run: _Run, centre: list[float]) -> bool:
     """Whether this replica is at A + rho (centre - A)."""
     loop = run.scheduler._rounds
-    assert loop.anchor is not None
-    anchor = np.concatenate([c.flatten().numpy() for c in loop.anchor.copies])
+    assert loop.averager.anchor is not None
+    anchor = np.concatenate([c.flatten().numpy() for c in loop.averager.anchor.copies])
     rho = loop.steering.multipliers[0, run.rank] if loop.apart else 1.0
     return bool(np.allclose(run.weights(), anchor + rho * (np.array(centre) - anchor), rtol=1e-10, atol=1e-12))
 

@@ -13,7 +13,7 @@ from hdet.replicas.group import Replicas
 from hdet.signals.base import Signal
 from hdet.weights.saved import tensors_of
 
-SIGNAL = ("totals", "weights", "num_updates")
+LOSSES = ("totals", "weights", "num_updates")
 
 
 class SavedRound(NamedTuple):
@@ -21,9 +21,9 @@ class SavedRound(NamedTuple):
 
     Attributes:
         num_ranks: replicas it was saved with.
-        signal: everyone's losses so far, their weights and their optimizer steps, shape (3, N); None where they are not
+        losses: everyone's losses so far, their weights and their optimizer steps, shape (3, N); None where they are not
             known, or were another number's.
-        total, weight, num_updates: this replica's part of the signal.
+        total, weight, num_updates: this replica's part of them.
         anchor: this rank's part of the anchor, or nothing.
         signals: the state of each signal by its name.
         joined: of each param group that joined in mid-run, its share of the first one's learning rate.
@@ -31,7 +31,7 @@ class SavedRound(NamedTuple):
     """
 
     num_ranks: int
-    signal: FloatArray | None
+    losses: FloatArray | None
     total: float
     weight: float
     num_updates: int
@@ -41,10 +41,10 @@ class SavedRound(NamedTuple):
     left_at_mean: bool
 
 
-def pack_signal(signal: FloatArray | None) -> dict[str, list[float]]:
-    """The signal by name; empty lists where there is none."""
-    rows = signal if signal is not None else np.empty((len(SIGNAL), 0))
-    return dict(zip(SIGNAL, rows.tolist(), strict=True))
+def pack_losses(losses: FloatArray | None) -> dict[str, list[float]]:
+    """The losses of an unfinished round by name; empty lists where there are none."""
+    rows = losses if losses is not None else np.empty((len(LOSSES), 0))
+    return dict(zip(LOSSES, rows.tolist(), strict=True))
 
 
 def read_round(
@@ -54,17 +54,17 @@ def read_round(
     state = mapping_of(state, "rounds")
     num_ranks = whole_of(state["num_ranks"], "num_ranks", 1)
     whole_of(state["num_replicas"], "num_replicas", 1)
-    signal = _unpack_signal(state["losses"], num_ranks) if num_ranks == replicas.count else None
+    losses = _unpack_losses(state["losses"], num_ranks) if num_ranks == replicas.count else None
     total = weight = 0.0
     num_updates = 0
-    if signal is not None:
-        if updates_alike and len(set(signal[2])) > 1:
-            raise ValueError(f"num_updates must be alike where gradients are shared, but got {signal[2].tolist()}")
-        total, weight = (signal[:2, replicas.index] / replicas.num_parts).tolist()
-        num_updates = int(signal[2, replicas.index])
+    if losses is not None:
+        if updates_alike and len(set(losses[2])) > 1:
+            raise ValueError(f"num_updates must be alike where gradients are shared, but got {losses[2].tolist()}")
+        total, weight = (losses[:2, replicas.index] / replicas.num_parts).tolist()
+        num_updates = int(losses[2, replicas.index])
     return SavedRound(
         num_ranks,
-        signal,
+        losses,
         total,
         weight,
         num_updates,
@@ -92,19 +92,19 @@ def joined_of(state: Any) -> list[float]:
     return joined
 
 
-def _unpack_signal(packed: Any, num_ranks: int) -> FloatArray | None:
+def _unpack_losses(packed: Any, num_ranks: int) -> FloatArray | None:
     """The losses of an unfinished round, by replica; None where there are none."""
     if packed is None:
         return None
-    signal: Mapping[str, Any] = mapping_of(packed, "signal")
+    saved: Mapping[str, Any] = mapping_of(packed, "losses")
     # A loss may have been NaN or infinite. The rest is counted.
-    totals = numbers_of(signal["totals"], "totals of the signal", None, finite=False)
-    weights = numbers_of(signal["weights"], "weights of the signal", None, low=0)
-    num_updates = numbers_of(signal["num_updates"], "num_updates of the signal", None, low=0, high=LARGEST)
+    totals = numbers_of(saved["totals"], "totals of the losses", None, finite=False)
+    weights = numbers_of(saved["weights"], "weights of the losses", None, low=0)
+    num_updates = numbers_of(saved["num_updates"], "num_updates of the losses", None, low=0, high=LARGEST)
     if not len(totals):
         return None
     if {len(totals), len(weights), len(num_updates)} != {num_ranks}:
-        raise ValueError(f"signal must hold one entry for each of {num_ranks} replicas, but got {shown(packed)}")
+        raise ValueError(f"losses must hold one entry for each of {num_ranks} replicas, but got {shown(packed)}")
     if (num_updates % 1).any():
-        raise ValueError(f"num_updates of the signal must be integers, but got {shown(packed)}")
+        raise ValueError(f"num_updates of the losses must be integers, but got {shown(packed)}")
     return np.stack([totals, weights, num_updates])

@@ -240,7 +240,8 @@ class RoundFace:
 
         optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
-        watches = loop.anchor is not None or loop.fallback is not None or loop.operations.skip_nonfinite
+        averager = loop.averager
+        watches = averager.anchor is not None or averager.fallback is not None or loop.skip_nonfinite
         # A compiled step must not trace these: what they count would have to be compiled anew in every step.
         if watches or loop.apart:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from hdet.checks import shown
 from hdet.controllers import Controller, EvidenceController
+from hdet.engine.averaging import Averager
+from hdet.engine.clock import Clock
 from hdet.engine.rollback import Fallback
 from hdet.engine.rounds import RoundLoop
 from hdet.knobs import Knob, LearningRate
@@ -23,14 +25,9 @@ from hdet.operations import PLAIN, Operations
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import NO_PANEL, Panel, Steering
-from hdet.replicas.group import (
-    Replicas,
-    check_parameters,
-    refuse_copies,
-    refuse_shared_gradients,
-    shape_digest,
-    trained_parameters,
-)
+from hdet.replicas.find import refuse_shared_gradients
+from hdet.replicas.group import Replicas
+from hdet.replicas.parameters import check_parameters, refuse_copies, shape_digest, trained_parameters
 from hdet.replicas.sharding import sharding
 from hdet.signals.base import Signal
 from hdet.signals.gradient import GradientSignal, default_sample_every
@@ -176,23 +173,32 @@ def make_loop(
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         repairable=replicas.whole,
     )
-    return RoundLoop(
+    averager = Averager(
         optimizer,
         Weights(optimizer, model, replicas),
-        replicas,
-        policy,
-        knob_of_group=knob_of_group,
-        one_scale=together,
-        anchor=kept,
-        signals=signals,
-        fallback=Fallback(Snapshot(snapshot_device)) if undoes else None,
-        step=step,
         apart=apart,
-        board=board or Board(),
+        shared_gradients=gradients != "local",
+        anchor=kept,
+        on_line=kept is not None and spread > 0,
         outer=outer,
         optimizer_state=optimizer_state,
+        fallback=Fallback(Snapshot(snapshot_device)) if undoes else None,
+        overlap=operations.overlap,
+        node_size=operations.node_size,
+        node_rounds=operations.node_rounds,
+        step=step,
+    )
+    return RoundLoop(
+        optimizer,
+        averager,
+        policy,
+        signals,
+        knobs=board or Board(),
+        knob_of_group=knob_of_group,
+        one_scale=together,
+        clock=Clock(operations.slow_share),
         local=(lambda: _without_sync(model)) if gradients == "local" else None,
-        operations=operations,
+        skip_nonfinite=operations.skip_nonfinite,
     )
 
 

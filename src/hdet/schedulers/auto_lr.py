@@ -24,7 +24,7 @@ from hdet.controllers import Controller, JointController
 from hdet.knobs import Knob
 from hdet.operations import PLAIN, Operations
 from hdet.policy.steering import NO_PANEL
-from hdet.replicas.group import find_replicas
+from hdet.replicas.find import find_replicas
 from hdet.schedulers._base import (
     STATE_VERSION,
     RoundFace,

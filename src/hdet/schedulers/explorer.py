@@ -16,7 +16,7 @@ from hdet.checks import whole_of
 from hdet.controllers import Controller, JointController
 from hdet.knobs import Knob, LearningRate
 from hdet.operations import PLAIN, Operations
-from hdet.replicas.group import find_replicas
+from hdet.replicas.find import find_replicas
 from hdet.schedulers._base import (
     STATE_VERSION,
     RoundFace,
@@ -246,7 +246,7 @@ class Explorer(RoundFace):
         if self._explores_lr:
             loop = self._rounds
             scales = loop.steering.scales[loop.knob_of_group].tolist()
-            factors = scales if loop.finished or loop._inside_converged else loop.factors
+            factors = scales if loop.at_base else loop.factors
             lrs = loop.of_all(self._base_lrs)
             for group, lr, factor in zip(self.optimizer.param_groups, lrs, factors, strict=True):
                 write_lr(group, float(lr * factor))

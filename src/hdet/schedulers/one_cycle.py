@@ -18,7 +18,7 @@ from hdet.controllers import JointController, PaperController
 from hdet.knobs import Knob, Momentum
 from hdet.operations import PLAIN, Operations
 from hdet.policy.steering import NO_PANEL
-from hdet.replicas.group import find_replicas
+from hdet.replicas.find import find_replicas
 from hdet.schedulers._base import STATE_VERSION, RoundFace, cannot_load, check_version, follow_momentum, refuse_second
 from hdet.schedulers._build import Gradients, agree, auto_settings, common_facts, make_board, make_loop, warn_if_alone
 from hdet.schedulers._options import check_last_epoch, check_one_cycle, check_parts
