@@ -80,7 +80,7 @@ def time_rounds(device: str, width: int, depth: int, rows: int, interval: int, r
             if index >= 2:
                 seconds[name].append(time.perf_counter() - started)
             if explorer is not None:
-                explorer._rounds._land()
+                explorer._rounds.land()
                 explorer.last_epoch = explorer.last_epoch // interval * interval
     return seconds
 

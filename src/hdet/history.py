@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
+
+from hdet.checks import FloatArray
+from hdet.policy.round import Verdict
+from hdet.policy.steering import KnobEvidence, Steering
 
 Numbers = tuple[float, ...]
 
@@ -76,6 +82,59 @@ class RoundRecord:
     resumed_from: int | None = None
     held: bool = False
 
+    @classmethod
+    def of(
+        cls,
+        verdict: Verdict,
+        steering: Steering,
+        *,
+        schedule: FloatArray,
+        knob_of_group: Sequence[int],
+        knobs: Mapping[str, Callable[[float], float]],
+        **measured: Any,
+    ) -> RoundRecord:
+        """The record of the round that ``verdict`` has ended.
+
+        Args:
+            verdict: on the round.
+            steering: as it stands since.
+            schedule: what the schedule alone gave each param group.
+            knob_of_group: which of the steering's learning rates each param group has.
+            knobs: of each knob beside the learning rates, its value at a position.
+            measured: the other attributes of a record.
+        """
+        groups = list(knob_of_group)
+        return cls(
+            index=verdict.index,
+            values=tuple(
+                tuple((value * verdict.scales[k] * verdict.multipliers[k]).tolist())
+                for value, k in zip(schedule, groups, strict=True)
+            ),
+            base_values=tuple((schedule * steering.scales[groups]).tolist()),
+            scales=tuple(steering.scales[: steering.num_lrs].tolist()),
+            control=dict(verdict.looked.lrs),
+            unhealthy=tuple(np.flatnonzero(~verdict.finite).tolist()),
+            quarantined=tuple(np.flatnonzero(verdict.quarantined).tolist()),
+            num_rollbacks=verdict.num_rollbacks,
+            held=verdict.held,
+            knobs=_knob_records(verdict, steering.positions(), knobs),
+            **measured,
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""
         return asdict(self)
+
+
+def _knob_records(
+    verdict: Verdict, base: FloatArray, knobs: Mapping[str, Callable[[float], float]]
+) -> dict[str, KnobRecord]:
+    looked = verdict.looked.knobs or (KnobEvidence(),) * len(knobs)
+    return {
+        name: KnobRecord(
+            tuple(value_at(float(place[i])) for place in verdict.positions),
+            value_at(float(base[i])),
+            *looked[i],
+        )
+        for i, (name, value_at) in enumerate(knobs.items())
+    }

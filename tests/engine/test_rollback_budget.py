@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
 from hdet import AutoLR, Faults
-from hdet.engine.rollback import CUT, RECOVERY, Budget
-from hdet.lab.stacked.sweep import Run, _Steered
+from hdet.lab.stacked.sweep import MAX_ROLLBACKS, Run, _Steered
+from hdet.policy.rollback import CUT, RECOVERY, Budget
 from options import grouped
 
 T = 3
@@ -150,13 +150,30 @@ def test_a_resumed_run_knows_what_it_has_spent() -> None:
 def test_the_stacked_engine_holds_its_scale_too() -> None:
     steered = _Steered(Run(lr=0.1, method="gradient", interval=T, start=0.0), 1000 * T)
     samples = np.full((T, 1), -1.0) + 0.01 * np.arange(T)[:, None]
+
+    def end_round(index: int, loss: float) -> bool:
+        verdict = steered.end_round(T * (index + 1), np.array([loss]), np.array([True]), samples, 1.0, last=False)
+        return verdict is None or verdict.go_back
+
     for index in range(40):
-        loss = math.nan if index % 3 else 1.0
-        assert steered.end_round(T * (index + 1), np.array([loss]), samples, 1.0) == bool(index % 3)
-    assert steered.budget.spent
+        assert end_round(index, math.nan if index % 3 else 1.0) == bool(index % 3)
+    assert steered.policy.rollback is not None
+    assert steered.policy.rollback.budget.spent
     before = float(steered.steering.scales[0])
-    steered.end_round(T * 41, np.array([1.0]), samples, 1.0)
+    end_round(40, 1.0)
     assert float(steered.steering.scales[0]) == before
     for index in range(41, 41 + 2 * RECOVERY):
-        steered.end_round(T * (index + 1), np.array([1.0]), samples, 1.0)
+        end_round(index, 1.0)
     assert float(steered.steering.scales[0]) != before
+    assert not steered.result.error
+
+
+def test_the_stacked_engine_gives_up_where_real_processes_do() -> None:
+    steered = _Steered(Run(lr=0.1, method="gradient", interval=T), 1000 * T)
+    for index in range(30):
+        broken = np.array([math.nan])
+        verdict = steered.end_round(T * (index + 1), broken, np.array([True]), broken[None], 1.0, last=False)
+        assert (verdict is None) == (index >= MAX_ROLLBACKS)
+    assert steered.result.error.startswith(f"training broke again at step {T * 21} after 20 rollbacks in a row")
+    assert steered.result.num_rollbacks == MAX_ROLLBACKS
+    assert len(steered.result.base_lr) == 30

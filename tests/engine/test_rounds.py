@@ -437,7 +437,7 @@ def test_a_replica_with_nan_weights_is_left_out_receives_the_mean_and_is_recorde
 
 def test_nan_weights_on_all_replicas_raise_on_all(unhealthy: list[dict[str, Any]]) -> None:
     for result in unhealthy:
-        assert result["all"].startswith("RuntimeError: the weights of all 3 replicas are not finite")
+        assert result["all"].startswith("BrokenError: the weights of all 3 replicas are not finite")
         assert "step 4" in result["all"]
 
 

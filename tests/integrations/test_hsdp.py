@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from hdet.launch import launch
-from hdet.replicas.group import find_replicas
+from hdet.replicas.find import find_replicas
 from hdet.replicas.sharding import local_tensor
 from native import FACES, TOTAL_STEPS, Run, alike, batch, error, everyone, net, paper
 
@@ -108,10 +108,10 @@ def _parts() -> dict[str, Any]:
     run = setting.hsdp("nesterov")
     run.advance(5)
     shapes = [local_tensor(p).shape for p in run.model.parameters()]
-    loop = run.scheduler._rounds
+    loop = run.scheduler._rounds.averager
     assert loop.anchor is not None
-    assert loop.rollback is not None
-    snapshot = loop.rollback.snapshot._last
+    assert loop.fallback is not None
+    snapshot = loop.fallback.snapshot._last
     assert snapshot is not None
     out["anchor"] = [t.shape for t in loop.anchor.copies] == shapes
     out["centre"] = [t.shape for t in loop.outer.centre.copies] == shapes
@@ -244,8 +244,8 @@ def _one_dimension() -> dict[str, Any]:
     again: Any = None
     out["whole"] = error(lambda: _loaded(mesh, files[0]))
     if not out["whole"]:
-        again = _loaded(mesh, files[0]).scheduler._rounds.anchor.copies  # type: ignore[union-attr]
-        kept: Any = run.scheduler._rounds.anchor
+        again = _loaded(mesh, files[0]).scheduler._rounds.averager.anchor.copies  # type: ignore[union-attr]
+        kept: Any = run.scheduler._rounds.averager.anchor
         out["whole: the same anchor"] = all(torch.equal(a, b) for a, b in zip(again, kept.copies, strict=True))
     return out
 

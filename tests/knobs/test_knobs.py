@@ -535,11 +535,12 @@ def test_in_the_probe_regularisers_are_at_their_base_and_other_knobs_are_not() -
     own, base = _array(0.1, 0.2), _array(0.0, -0.1)
     chosen.write(own)
     mine = (owner.scale, criterion.label_smoothing)
-    assert chosen.evaluate(own, base) == 1.5
+    with chosen.training_at_base(own, base):
+        probe()
     assert seen[0] == pytest.approx((mine[0], 0.05))
     assert (owner.scale, criterion.label_smoothing) == mine
-    with pytest.raises(KeyError, match="held-out data"):
-        chosen.evaluate(own, base)
+    with pytest.raises(KeyError, match="held-out data"), chosen.training_at_base(own, base):
+        probe()
     assert (owner.scale, criterion.label_smoothing) == mine
 
 

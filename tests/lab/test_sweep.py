@@ -16,13 +16,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, OneCycleAutoLR
 from hdet.lab.recipes import schedule_table
 from hdet.lab.stacked.sweep import Run, sweep
 from hdet.lab.tasks import TextTask, batch_of
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch
-from options import grouped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,6 +85,38 @@ def make_optimizer(name: str, groups: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
 
 
+def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module) -> AutoLR | OneCycleAutoLR:
+    schedule: dict[str, Any] = {"total_steps": STEPS, "pct_start": 0.1, "cycle_momentum": False}
+    if run.method == "paper":
+        return OneCycleAutoLR(
+            optimizer,
+            run.lr,
+            **schedule,
+            ensemble_lr_spread_ratio=run.spread,
+            model_sync_interval=run.interval,
+            auto_lr_warmup_steps=int(run.start * STEPS),
+            enable_auto_lr=True,
+            loss_scale=run.controller["temperature"],
+            model=model,
+            seed=run.seed,
+        )
+    return AutoLR(
+        OneCycleLR(optimizer, run.lr, **schedule),
+        model=model,
+        signal="gradient" if run.method == "gradient" else "loss",
+        interval=run.interval,
+        adapt=Adapt(
+            spread=run.spread,
+            controller=run.make_controller(),
+            start_steps=int(run.start * STEPS),
+            hold_share=run.hold,
+            gated=run.gated,
+            first_scale=run.make_first_scale(),
+        ),
+        seed=run.seed,
+    )
+
+
 def train(optimizer_name: str, run: Run) -> dict[str, Any]:
     """The same run, the way a user would write it."""
     warnings.simplefilter("error")
@@ -93,21 +124,7 @@ def train(optimizer_name: str, run: Run) -> dict[str, Any]:
     task = make_task()
     model = task.build(run.seed)
     optimizer = make_optimizer(optimizer_name, param_groups(task, model), run.lr)
-    scheduler: AutoLR | OneCycleAutoLR
-    controller = run.make_controller()
-    if run.method == "paper":
-        # The paper's controller with one knob for all groups is AutoLR's, measured from the last round.
-        options: dict[str, Any] = {"anchor": "round", "gated": False, "rollback": False, "signal": "loss"}
-    else:
-        options = {"gated": run.gated, "max_rollbacks": 1000, "signal": run.method}
-    options |= {"spread": run.spread, "start_steps": int(run.start * STEPS), "hold_share": run.hold}
-    scheduler = AutoLR(
-        OneCycleLR(optimizer, run.lr, STEPS, pct_start=0.1, cycle_momentum=False),
-        model=model,
-        interval=run.interval,
-        seed=run.seed,
-        **grouped(controller=controller, first_scale=run.make_first_scale(), **options),
-    )
+    scheduler = make_scheduler(run, optimizer, model)
     forward: nn.Module = DistributedDataParallel(model) if count > 1 else model
     for step in range(STEPS):
         optimizer.zero_grad()

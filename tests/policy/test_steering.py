@@ -58,7 +58,7 @@ def test_the_controller_sees_the_round_and_moves_the_scales() -> None:
     controller = _Scripted([1.5, 0.5])
     steering = steer(controller)
     losses, slopes = np.array([1.0, 2.0, 3.0, math.nan]), (np.zeros(2), np.ones(2))
-    assert steering.decide(losses, slopes) == {"told": (1.5, 0.5)}
+    assert steering.decide(losses, slopes).lrs == {"told": (1.5, 0.5)}
     [evidence] = controller.seen
     assert_array_equal(evidence.losses, losses)
     assert_array_equal(evidence.multipliers, steering.multipliers)
@@ -70,7 +70,7 @@ def test_the_controller_sees_the_round_and_moves_the_scales() -> None:
 
 def test_without_a_controller_nothing_is_decided() -> None:
     steering = steer()
-    assert steering.decide(np.ones(4)) == {}
+    assert steering.decide(np.ones(4)) == ({}, ())
     assert steering.scales.tolist() == [1.0, 1.0]
     assert steering.state_dict()["controller"] == {}
 

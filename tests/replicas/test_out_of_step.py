@@ -215,7 +215,7 @@ def test_the_others_are_told_what_one_rank_has_raised(where: str) -> None:
 
 
 def _restarted() -> list[str]:
-    """torchrun keeps the store from one start to the next; new processes have no memory of the meetings in it."""
+    """torchrun keeps the store from one start to the next; new processes have no memory of what was agreed in it."""
     found = []
     for seeds in ((0, 0), (0, 1)):
         model = net()
@@ -223,7 +223,7 @@ def _restarted() -> list[str]:
         seed = seeds[dist.get_rank()]
         found.append(error(lambda o=optimizer, m=model, s=seed: paper(o, m, seed=s)))  # type: ignore[misc]
         dist.barrier()
-        hdet.replicas.group._meetings.clear()
+        hdet.replicas.group._num_calls.clear()
     return found
 
 

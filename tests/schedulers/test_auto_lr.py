@@ -405,7 +405,7 @@ def test_what_the_anchor_is(anchor: Any) -> None:
         for _ in range(4):
             train_step(optimizer, auto)
         weights.append([p.tolist() for group in optimizer.param_groups for p in group["params"]])
-    kept = auto._rounds.anchor
+    kept = auto._rounds.averager.anchor
     assert kept is not None
     assert [c.tolist() for c in kept.copies] == weights[{"start": 0, "round": 5, 2: 4}[anchor]]
 
@@ -420,7 +420,7 @@ def test_the_anchor_is_set_by_the_first_step_not_by_the_constructor() -> None:
         for group in optimizer.param_groups:
             group["params"][0].fill_(5.0)
     train_step(optimizer, auto)
-    kept = auto._rounds.anchor
+    kept = auto._rounds.averager.anchor
     assert kept is not None
     assert all(c.dtype == torch.bfloat16 and c.tolist() == [5.0] * 3 for c in kept.copies)
 

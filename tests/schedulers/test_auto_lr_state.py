@@ -320,8 +320,14 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "guard of text": (_with("guard", "rounds", "guard"), "cannot be loaded"),
     "nan guard": (_with({"first": 1.0, "recent": [math.nan], "num_strikes": 0}, "rounds", "guard"), "recent must hold"),
     "no rollbacks": (_with(KeyError, "rounds", "num_rollbacks"), "cannot be loaded: KeyError: 'num_rollbacks'"),
-    "no samples": (_with(KeyError, "rounds", "samples"), "cannot be loaded: KeyError: 'samples'"),
-    "no calls": (_with(KeyError, "rounds", "num_calls"), "cannot be loaded: KeyError: 'num_calls'"),
+    "no samples": (
+        _with(KeyError, "rounds", "signals", "gradient", "samples"),
+        "cannot be loaded: KeyError: 'samples'",
+    ),
+    "no calls": (
+        _with(KeyError, "rounds", "signals", "gradient", "num_calls"),
+        "cannot be loaded: KeyError: 'num_calls'",
+    ),
     "no anchor": (_with(KeyError, "rounds", "anchor"), "cannot be loaded: KeyError: 'anchor'"),
     "another model's anchor": (_with([torch.zeros(2)], "rounds", "anchor"), "anchor must have the shapes"),
     "anchor of numbers": (_with([1.0, 2.0], "rounds", "anchor"), "cannot be loaded"),
@@ -381,8 +387,8 @@ def _optimizer_state(run: _Run) -> list[Any]:
 def _on_the_line(run: _Run, centre: list[float]) -> bool:
     """Whether this replica is at A + rho (centre - A)."""
     loop = run.scheduler._rounds
-    assert loop.anchor is not None
-    anchor = np.concatenate([c.flatten().numpy() for c in loop.anchor.copies])
+    assert loop.averager.anchor is not None
+    anchor = np.concatenate([c.flatten().numpy() for c in loop.averager.anchor.copies])
     rho = loop.steering.multipliers[0, run.rank] if loop.apart else 1.0
     return bool(np.allclose(run.weights(), anchor + rho * (np.array(centre) - anchor), rtol=1e-10, atol=1e-12))
 

@@ -54,7 +54,7 @@ def test_around_sequentiallr_it_warms_up() -> None:
     optimizer = _optimizer()
     parts = [LinearLR(optimizer, 0.1, total_iters=5), CosineAnnealingLR(optimizer, 40)]
     auto = AutoLR(SequentialLR(optimizer, parts, milestones=[5]), interval=2, adapt=Adapt(first_scale=1.0, gated=False))
-    auto._rounds.acting = (100, 100)  # the schedule alone
+    auto._rounds.policy.acting = (100, 100)  # the schedule alone
     for _ in range(5):
         auto.step(_update(optimizer))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)

@@ -114,9 +114,9 @@ def test_a_copy_of_the_optimizer_has_no_scheduler(kind: str) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.ones_like(p)
-    before = run[2].state_dict()["rounds"]["samples"]
+    before = run[2].state_dict()["rounds"]["signals"]
     optimizer.step()
-    assert run[2].state_dict()["rounds"]["samples"] == before
+    assert run[2].state_dict()["rounds"]["signals"] == before
     assert [group["lr"] for group in optimizer.param_groups] == lrs
 
 

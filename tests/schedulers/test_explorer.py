@@ -182,7 +182,7 @@ class _Run:
         """What the knobs beside the learning rate ought to be on a replica; None for their base."""
         loop = self.face._rounds
         positions = loop.steering.positions(rank).tolist()
-        return [knob.value_at(place) for knob, place in zip(loop.board, positions, strict=True)]
+        return [knob.value_at(place) for knob, place in zip(loop.knobs, positions, strict=True)]
 
     def weights(self) -> list[float]:
         return [v for p in self.net.parameters() for v in p.detach().flatten().tolist()]

@@ -107,32 +107,32 @@ def test_a_default_that_is_spelled_out_is_no_mistake() -> None:
 def test_with_a_signal_onecycle_takes_all_of_adapt() -> None:
     options = {"groups": "each", "first_scale": 0.5, "start_steps": 7, "hold_share": 0.5, "bounds": (0.1, 10.0)}
     cycle, auto = _cycle(signal="gradient", model_sync_interval=2, **options), _auto(total_steps=40, **options)
-    for name in ("acting", "gated", "factors"):
+    for name in ("gated", "factors"):
         assert getattr(cycle._rounds, name) == getattr(auto._rounds, name), name
-    assert cycle._rounds.acting == (7, 20)
+    assert cycle._rounds.policy.acting == auto._rounds.policy.acting == (7, 20)
 
 
 @pytest.mark.parametrize("steps", [None, 400])
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_base_values_wait_a_fiftieth_of_the_run_where_its_length_is_known(steps: int | None) -> None:
-    assert _explorer(total_steps=steps)._rounds.acting[0] == (steps or 0) // 50
-    assert _auto(total_steps=steps)._rounds.acting[0] == 8
-    assert _explorer(total_steps=steps, start_steps=3)._rounds.acting[0] == 3
+    assert _explorer(total_steps=steps)._rounds.policy.acting[0] == (steps or 0) // 50
+    assert _auto(total_steps=steps)._rounds.policy.acting[0] == 8
+    assert _explorer(total_steps=steps, start_steps=3)._rounds.policy.acting[0] == 3
 
 
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_two_runs_may_share_options_and_not_what_an_outer_step_remembers() -> None:
     shared = OuterStep("nesterov", lr=0.5, momentum=0.3)
-    outers = [_explorer(gradients="local", outer=shared)._rounds.outer for _ in range(2)]
+    outers = [_explorer(gradients="local", outer=shared)._rounds.averager.outer for _ in range(2)]
     assert len({id(outer) for outer in (shared, *outers)}) == 3
     assert {repr(outer) for outer in outers} == {repr(shared)}
 
 
 @pytest.mark.parametrize("rollback", [None, True, False])
 def test_rollback_is_on_but_for_the_paper(rollback: bool | None) -> None:
-    assert (_auto(rollback=rollback)._rounds.rollback is not None) == (rollback is not False)
+    assert (_auto(rollback=rollback)._rounds.policy.rollback is not None) == (rollback is not False)
     signal = _cycle(signal="gradient", rollback=rollback)
-    assert (signal._rounds.rollback is not None) == (rollback is not False)
+    assert (signal._rounds.policy.rollback is not None) == (rollback is not False)
 
 
 def _trained(averaging: dict[str, Any]) -> tuple[list[float], bool]:

@@ -219,7 +219,7 @@ def test_the_gradient_signal_measures_newcomers_from_where_they_joined() -> None
     joined_at = [p.detach().clone() for p in run.net.backbone.parameters()]
     run.join(lr=0.01)
     run.train(4)
-    torch.testing.assert_close(run.scheduler._rounds.anchor.copies[2:], joined_at, rtol=0, atol=0)
+    torch.testing.assert_close(run.scheduler._rounds.averager.anchor.copies[2:], joined_at, rtol=0, atol=0)
 
 
 # -- replicas ------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR, SequentialLR
 from hdet import OneCycleAutoLR, warm_noisy_init
 from hdet.launch import launch
 from hdet.policy.spread import multipliers
-from hdet.replicas.group import find_replicas
+from hdet.replicas.find import find_replicas
 
 NUM_REPLICAS = 4
 SPREAD = 0.5

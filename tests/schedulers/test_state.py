@@ -246,7 +246,7 @@ def test_the_state_is_plain_explicit_and_the_same_on_every_rank(states: list[dic
         file.seek(0)
         assert repr(torch.load(file, weights_only=True)) == repr(state)
         assert set(state) == {"version", "last_epoch", "step_count", "schedule", "rounds"}
-        assert set(state["rounds"]) >= {"seed", "round", "num_replicas", "scales", "controller", "signal"}
+        assert set(state["rounds"]) >= {"seed", "round", "num_replicas", "scales", "controller", "losses", "signals"}
         assert state["version"] == 1
 
 
@@ -395,7 +395,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no rounds": (_without("rounds"), "cannot be loaded: KeyError: 'rounds'"),
     "no scales": (_without("rounds", "scales"), "cannot be loaded: KeyError: 'scales'"),
     "no seed": (_without("rounds", "seed"), "cannot be loaded: KeyError: 'seed'"),
-    "no signal": (_without("rounds", "signal"), "cannot be loaded: KeyError: 'signal'"),
+    "no losses": (_without("rounds", "losses"), "cannot be loaded: KeyError: 'losses'"),
     "no controller": (_without("rounds", "controller"), "cannot be loaded: KeyError: 'controller'"),
     "three groups": (_with([0.1] * 3, "schedule", "base_lrs"), "has 2 param groups, but got a state with 3"),
     "three scales": (_with([1.0] * 3, "rounds", "scales"), "scales"),

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from hdet import Adapt, AutoLR
 from hdet.launch import launch
+from hdet.replicas.group import Replicas
 from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, mean_and_error
 from hdet.weights.anchor import Anchor
 
-CPU = torch.device("cpu")
 BATCH = 8
 
 
@@ -71,6 +71,14 @@ def slope_along_the_line(
     return (found[0] - found[1]) / (2 * h)
 
 
+def drain(signal: GradientSignal, group: dist.ProcessGroup | None = None) -> tuple[Any, Any]:
+    """The end of a round."""
+    signal.share(Replicas(group), np.array([np.nan]))
+    slopes = signal.drain().slopes
+    assert slopes is not None
+    return slopes
+
+
 class Setting:
     """A model away from its anchor, an optimizer that samples before each step, and the anchor."""
 
@@ -90,11 +98,11 @@ class Setting:
         self.anchor.renew(self.parameters)
         knobs = list(range(len(self.parameters))) if per_parameter else [0]
         self.signal = GradientSignal(self.anchor, knobs, sample_every=sample_every, num_ranks=num_ranks)
-        self.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self.signal.sample(optimizer))
+        self.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self.signal.before_step(optimizer))
         shift(self.parameters)
 
     def drain(self) -> tuple[Any, Any]:
-        return self.signal.drain(None, CPU)
+        return drain(self.signal)
 
     def expected(self, which: Sequence[int] | None = None, sign: float = 1.0) -> float:
         x, y = data()
@@ -239,8 +247,8 @@ def test_sparse_gradients(rows: list[int]) -> None:
     gradient = embedding.weight.grad
     assert gradient is not None
     assert gradient.is_sparse
-    signal.sample(optimizer)
-    close(signal.drain(None, CPU)[0], [slope_along_the_line(loss, [embedding.weight], anchor.copies)])
+    signal.before_step(optimizer)
+    close(drain(signal)[0], [slope_along_the_line(loss, [embedding.weight], anchor.copies)])
 
 
 def test_maximize() -> None:
@@ -261,9 +269,9 @@ def test_narrow_weights_are_added_up_in_float32(dtype: torch.dtype) -> None:
     with torch.no_grad():
         p.copy_(torch.rand(4000, generator=g))
     p.grad = torch.rand(4000, generator=g).to(dtype)
-    signal.sample(torch.optim.SGD([p], lr=0.1))
+    signal.before_step(torch.optim.SGD([p], lr=0.1))
     expected = (p.detach().double() * p.grad.double()).sum().item()
-    assert signal.drain(None, CPU)[0][0] == pytest.approx(expected, rel=1e-5)
+    assert drain(signal)[0][0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_strided_and_complex_weights() -> None:
@@ -277,8 +285,8 @@ def test_strided_and_complex_weights() -> None:
         turning.mul_(2)
     strided.grad = torch.ones(3, 4)
     turning.grad = torch.tensor([1 + 1j, 2 + 0j], dtype=torch.complex128)
-    signal.sample(torch.optim.SGD([{"params": [strided]}, {"params": [turning]}], lr=0.1))
-    mean, _ = signal.drain(None, CPU)
+    signal.before_step(torch.optim.SGD([{"params": [strided]}, {"params": [turning]}], lr=0.1))
+    mean, _ = drain(signal)
     assert mean[0] == pytest.approx((strided.detach() / 3).sum().item(), rel=1e-5)
     assert mean[1] == pytest.approx((1 + 2) + 3 * 2)  # torch's gradient of a complex number: by its two parts
 
@@ -305,7 +313,7 @@ def test_samples_that_are_not_finite_are_dropped() -> None:
         for p in s.parameters:
             assert p.grad is not None
             p.grad.mul_(factor)
-        s.signal.sample(s.optimizer)
+        s.signal.before_step(s.optimizer)
     mean, error = s.drain()
     b = s.expected()
     close(mean, [2 * b])
@@ -317,12 +325,12 @@ def test_samples_every_so_many_steps_and_no_more_than_the_table_holds(sample_eve
     s = Setting(sample_every=sample_every)
     s.backward()
     for _ in range(7):
-        s.signal.sample(s.optimizer)
+        s.signal.before_step(s.optimizer)
     assert len(s.signal._rows) == math.ceil(7 / sample_every)
     s.signal.forget()
     assert np.isnan(s.drain()[0]).all()
     for _ in range(sample_every * (MAX_SAMPLES + 5)):
-        s.signal.sample(s.optimizer)
+        s.signal.before_step(s.optimizer)
     assert len(s.signal._rows) == MAX_SAMPLES
     s.drain()
     assert s.signal._rows == []
@@ -346,7 +354,7 @@ def _distributed() -> dict[str, Any]:
             s.optimizer.zero_grad()
             torch.autograd.backward(mse(model, x[mine], y[mine]))
             s.optimizer.step()
-        out[f"ddp {per_parameter}"] = s.signal.drain(dist.group.WORLD, CPU)
+        out[f"ddp {per_parameter}"] = drain(s.signal, dist.group.WORLD)
 
     sharded = make_model()
     mesh = init_device_mesh("cpu", (count,))
@@ -363,8 +371,8 @@ def _distributed() -> dict[str, Any]:
         for p, full in zip(parameters, elsewhere.parameters(), strict=True):
             p.copy_(torch.distributed.tensor.distribute_tensor(full.detach(), mesh, p.placements))  # type: ignore[attr-defined]
     torch.autograd.backward(mse(sharded, x[mine], y[mine]))
-    signal.sample(optimizer)
-    out["fsdp"] = signal.drain(dist.group.WORLD, CPU)
+    signal.before_step(optimizer)
+    out["fsdp"] = drain(signal, dist.group.WORLD)
     return out
 
 

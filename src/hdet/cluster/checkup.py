@@ -22,7 +22,9 @@ from hdet import AutoLR, OneCycleAutoLR
 from hdet.cluster.cost import Line, Method, Setting, fit, round_cost, share
 from hdet.cluster.subject import Subject, is_sharded, load, noticing_grad_scaler, stand_in, traps
 from hdet.replicas.average import BUCKET_BYTES
-from hdet.replicas.group import Replicas, find_replicas, shape_digest, trained_parameters
+from hdet.replicas.find import find_replicas
+from hdet.replicas.group import Replicas
+from hdet.replicas.parameters import shape_digest, trained_parameters
 from hdet.replicas.sharding import local_tensor
 
 SIZES_BYTES = (2**10, 2**18, 2**22, BUCKET_BYTES)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from hdet.replicas.group import trained_parameters
+from hdet.replicas.parameters import trained_parameters
 from hdet.replicas.sharding import sharding
 
 

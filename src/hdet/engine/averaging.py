@@ -1,97 +1,190 @@
-"""How replicas come together: who is left out and mended, whose mean is taken (Eq. 3), and how long it took."""
+"""Where the weights go: to their mean (Eq. 3), back to the last healthy centre, or along the line (Eq. 11)."""
 
 from __future__ import annotations
 
 import math
-import time
-import warnings
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import BoolArray, FloatArray
-from hdet.options import Averaging, Faults
-from hdet.policy.quarantine import Quarantine, QuarantineState
+from hdet.checks import BoolArray
+from hdet.engine.place import Place
+from hdet.engine.rollback import Fallback
+from hdet.policy.round import Verdict
 from hdet.replicas.average import Flight, is_healthy
-from hdet.replicas.group import Replicas, shape_digest
+from hdet.replicas.parameters import shape_digest
+from hdet.replicas.sharding import as_saved, local_tensor
+from hdet.weights.anchor import Anchor
 from hdet.weights.averaged import Weights
 from hdet.weights.outer import OuterStep, StatePolicy, reset_state, state_tensors
 
-SLOW_S = 1.0
-"""A converge shorter than this is not worth a warning, whatever its share of the round."""
 
-
-class Together:
-    """The weights' side of a converge.
+class Averager:
+    """Owns the weights and every copy of them, and knows where they are: nothing else takes a mean.
 
     Args:
-        optimizer: whose state is mended, averaged or reset with the weights.
+        optimizer: whose state is repaired, averaged or reset with the weights.
         weights: what is averaged.
-        replicas: who takes part.
-        outer: where the mean goes.
-        optimizer_state: what becomes of the optimizers' state.
-        faults: what is done about faults.
-        averaging: how replicas are averaged.
         apart: whether replicas may differ between converges.
         shared_gradients: whether their optimizers see the same gradients.
+        anchor: where effects are measured from; None for the last converge.
+        on_line: whether rounds start on the line through the anchor.
+        outer: where the mean goes.
+        optimizer_state: what becomes of the optimizers' state.
+        fallback: what undone rounds go back to; None where none is.
+        overlap: let a mean travel during the next step.
+        node_size, node_rounds: average among so many replicas, and among all in every so many rounds only.
+        step: optimizer steps already taken.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         weights: Weights,
-        replicas: Replicas,
         *,
-        outer: OuterStep,
-        optimizer_state: StatePolicy,
-        faults: Faults,
-        averaging: Averaging,
         apart: bool,
         shared_gradients: bool,
+        anchor: Anchor | None = None,
+        on_line: bool = False,
+        outer: OuterStep | None = None,
+        optimizer_state: StatePolicy = "keep",
+        fallback: Fallback | None = None,
+        overlap: bool = False,
+        node_size: int | None = None,
+        node_rounds: int = 1,
+        step: int = 0,
     ) -> None:
         self.optimizer = optimizer
         self.weights = weights
-        self.replicas = replicas
-        self.outer = outer
-        self.optimizer_state: StatePolicy = optimizer_state
-        self.faults = faults
-        self.averaging = averaging
+        self.replicas = weights.replicas
+        self.apart = apart
         self.shared_gradients = shared_gradients
-        self.quarantine_state = QuarantineState()
+        self.anchor = anchor
+        self.on_line = on_line
+        self.outer = outer or OuterStep()
+        self.optimizer_state: StatePolicy = optimizer_state
+        self.fallback = fallback
+        self.overlap = overlap
+        self.node_rounds = node_rounds
         self._node = None
-        if apart and averaging.node_rounds > 1:
-            assert averaging.node_size is not None
-            self._node = replicas.node(averaging.node_size)
-        self.flight: Flight | None = None
-        """A mean on its way."""
-        self._round_ended = math.nan
-        self._warned_slow = False
+        if apart and node_rounds > 1:
+            assert node_size is not None
+            self._node = self.replicas.node(node_size)
+        self._flight: Flight | None = None
+        self.place = Place(step)
+        if apart:  # replicas may have started apart
+            for copies in self._shared_copies():
+                copies.differ_from = 0
 
-    # -- who is left out ----------------------------------------------------------------------------------------
+    def _shared_copies(self) -> list[Anchor]:
+        return [self.outer.centre, *([self.anchor] if self.anchor is not None else [])]
 
-    def exploded(self, losses: FloatArray) -> BoolArray:
-        """Replicas whose loss is finite and far above the others'."""
-        if self.faults.quarantine is None or not self.replicas.whole:
-            return np.zeros(len(losses), dtype=bool)
-        self.quarantine_state, out = Quarantine(self.faults.quarantine).update(self.quarantine_state, losses)
-        return out
+    # -- before a step ------------------------------------------------------------------------------------------
 
-    def can_go_on(self, healthy: BoolArray) -> bool:
-        """Whether those that are not healthy can be mended: a replica can do that, another shard of a model cannot."""
-        return bool(healthy.any() if self.replicas.whole else healthy.all())
+    def begin(self) -> None:
+        """Remember where training starts, unless it is known."""
+        if self.anchor is not None and not self.anchor.copies:
+            self.anchor.renew(self.weights.anchored())
+        if self.fallback is not None:
+            self.fallback.before_first_step(self.weights, self.optimizer)
+        if self.apart:
+            self.outer.begin(self.weights.anchored())
 
-    def require_any(self, healthy: BoolArray, step: int) -> None:
-        """Raise where :meth:`can_go_on` says no."""
-        if not self.can_go_on(healthy):
-            sick = np.flatnonzero(~healthy).tolist()
-            who = f"all {len(healthy)} replicas" if not healthy.any() else f"ranks {sick}, which nobody else has,"
-            raise RuntimeError(
-                f"the weights of {who} are not finite at the converge of step {step}; "
-                "there is nothing to average: resume from a checkpoint with a lower learning rate, or pass "
-                "faults=Faults(rollback=True), or faults=Faults(skip_nonfinite=True)"
-            )
+    @property
+    def has_begun(self) -> bool:
+        """Whether all copies that a first step makes are there."""
+        anchored = self.anchor is None or bool(self.anchor.copies)
+        return anchored and (self.fallback is None or self.fallback.snapshot.taken)
 
-    def mend_state(self, step: int, healthy: BoolArray, exploded: BoolArray) -> None:
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Parameters that join in mid-run train along from where they are."""
+        for copies in self._shared_copies():
+            if self.apart and copies.differ_from is None and (copies.copies or copies is self.outer.centre):
+                copies.differ_from = len(copies.copies)
+        if self.anchor is not None and self.anchor.copies:
+            self.anchor.add(parameters)
+        self.outer.add(parameters)
+        if self.fallback is not None:
+            self.fallback.add(self.weights)
+        if self.shared_gradients:
+            self.weights.warn_if_not_shared()
+
+    # -- what replicas compare ----------------------------------------------------------------------------------
+
+    def digest(self) -> int:
+        """Of what would be averaged: a number that differs where the shapes do."""
+        digest = self.weights.digest()
+        if self.optimizer_state == "average":
+            digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
+        return digest
+
+    def is_mean(self, step: int) -> bool:
+        """Whether this replica's weights are the mean: it has not trained since, nor been placed on the line."""
+        begun = self.anchor is not None and bool(self.anchor.copies)
+        return not self.apart or self.place.is_mean(step, placed=self.on_line and begun)
+
+    # -- the end of a round -------------------------------------------------------------------------------------
+
+    def end_round(self, step: int, verdict: Verdict, rho: Sequence[float], *, last: bool) -> tuple[float, str]:
+        """Send the weights where the verdict says; ``rho``: each param group's multiplier in the next round.
+
+        Returns the largest distance of a replica from the mean, and whose mean was taken.
+        """
+        distance, averaged, healthy = 0.0, "none", verdict.healthy
+        if verdict.go_back:
+            assert self.fallback is not None
+            self.fallback.snapshot.restore(self.weights.local(), self.optimizer)
+            self.outer.restart(self.weights.anchored())
+        else:
+            if not healthy.all():
+                self._repair_state(step, healthy, verdict.quarantined)
+            if self.apart:
+                distance, averaged = self._average(step, verdict, last=last)
+                if self._flight is not None:
+                    self.place.depart()
+                    return distance, averaged
+            elif not healthy.all():
+                self.weights.repair(self.weights.local().values(), healthy, alike=True)
+            self._keep()
+        self.place.end_round(step, shared=verdict.go_back or averaged == "all", last=last)
+        if verdict.new_anchor:
+            assert self.anchor is not None
+            self.anchor.renew(self.weights.anchored())
+            self.anchor.differ_from = None
+        if not last:
+            if self.anchor is not None:
+                self._share(self.anchor)  # the line needs one anchor for all
+            self.spread_out(rho)
+        return distance, averaged
+
+    def _average(self, step: int, verdict: Verdict, *, last: bool) -> tuple[float, str]:
+        """Eq. 3 and the outer step; or a mean that travels, :attr:`_flight`."""
+        healthy = verdict.healthy
+        begun = all(copies.differ_from is None for copies in self._shared_copies())
+        at_once = last or verdict.new_anchor or not begun or not healthy.all()
+        wide = at_once or (verdict.index + 1) % self.node_rounds == 0
+        node, averaged = (None, "all") if wide else (self._node, "node")
+        if self.overlap and not at_once:
+            self._flight = self.weights.depart(node)
+            return math.nan, averaged
+        shares = self.outer.shares(verdict.losses, healthy)
+        share = 1.0 if shares is None else float(shares[self.replicas.index])
+        distance = self.weights.average(healthy, step=step, share=share, node=node)
+        if self.optimizer_state == "average":
+            self.weights.average_also(state_tensors(self.optimizer), healthy)
+        elif self.optimizer_state == "reset":
+            reset_state(self.optimizer)
+        self._share(self.outer.centre)  # they go on from one place
+        self.outer.apply_(self.weights.anchored())
+        return distance, averaged
+
+    def _repair_state(self, step: int, healthy: BoolArray, exploded: BoolArray) -> None:
         """Give replicas that are left out the optimizer state of the others, where theirs would break them again."""
         if self.optimizer_state != "keep":
             return  # it is averaged or reset with the weights
@@ -99,56 +192,98 @@ class Together:
         mine = [float(shape_digest(state)), float(is_healthy(state))]
         shapes, fine = np.moveaxis(self.replicas.gather(mine, step=step), 2, 0)
         fine = (fine > 0).all(axis=1)
-        sick, givers = exploded | ~fine, healthy & fine
-        if not sick.any():
+        broken, givers = exploded | ~fine, healthy & fine
+        if not broken.any():
             return
         if givers.any() and (shapes == shapes[0]).all():
-            self.weights.mend(state, givers, alike=self.shared_gradients)
-        elif sick[self.replicas.index]:
+            self.weights.repair(state, givers, alike=self.shared_gradients)
+        elif broken[self.replicas.index]:
             reset_state(self.optimizer)
 
-    # -- the mean -----------------------------------------------------------------------------------------------
+    def _share(self, copies: Anchor) -> None:
+        if copies.differ_from is not None:
+            everyone = np.ones(self.replicas.count, dtype=bool)
+            self.weights.average_also(copies.copies[copies.differ_from :], everyone)
+            copies.differ_from = None
 
-    def meet(
-        self, step: int, healthy: BoolArray, losses: FloatArray, *, round_index: int, at_once: bool
-    ) -> tuple[float, str]:
-        """Eq. 3 at the end of a round. Returns the replicas' distance from their mean, and whose mean it is.
+    def _keep(self) -> None:
+        if self.fallback is not None:
+            self.fallback.snapshot.take(self.weights.local(), self.optimizer)
 
-        With ``at_once`` all replicas meet now; else the mean may be a node's, or :attr:`flight`, which has to land.
-        """
-        wide = at_once or (round_index + 1) % self.averaging.node_rounds == 0
-        node, who = (None, "all") if wide else (self._node, "node")
-        if self.averaging.overlap and not at_once:
-            self.flight = self.weights.depart(node)
-            return math.nan, who
-        shares = self.outer.shares(losses, healthy)
-        share = 1.0 if shares is None else float(shares[self.replicas.index])
-        distance = self.weights.average(healthy, step=step, share=share, node=node)
-        if self.optimizer_state == "average":
-            self.weights.average_also(state_tensors(self.optimizer), healthy)
-        elif self.optimizer_state == "reset":
-            reset_state(self.optimizer)
-        return distance, who
+    def spread_out(self, rho: Sequence[float]) -> None:
+        """Eq. 11: from the centre to this replica's place on the line, by each param group's multiplier."""
+        if self.on_line:
+            assert self.anchor is not None
+            groups = zip(self.optimizer.param_groups, rho, strict=True)
+            self.anchor.place_(self.weights.anchored(), [each for group, each in groups for _ in group["params"]])
 
-    def forget_flight(self) -> None:
-        """Drop a mean that is on its way."""
-        if self.flight is not None:
-            self.flight.abandon()
-            self.flight = None
+    # -- a mean on its way --------------------------------------------------------------------------------------
 
-    # -- time ---------------------------------------------------------------------------------------------------
+    def land(self, rho: Sequence[float]) -> None:
+        """Apply the mean that has been on its way. Not a collective: nobody has to take part."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
 
-    def clock(self, started: float, step: int, interval: int) -> float:
-        """Seconds since ``started``, when a converge began; a warning, once, where they are too many of its round's."""
-        now = time.perf_counter()
-        converge_s, round_s = now - started, now - self._round_ended
-        self._round_ended = now
-        share = converge_s / round_s if round_s > 0 else math.nan
-        if not self._warned_slow and converge_s > SLOW_S and share > self.averaging.slow_share:
-            self._warned_slow = True
-            warnings.warn(
-                f"the converge of step {step} took {converge_s:.1f} s, {share:.0%} of its round: a rank or the network "
-                f"is slow. Make rounds longer than {interval} steps, or ask `hdet doctor`. This is said once",
-                stacklevel=5,
-            )
-        return converge_s
+        def settle() -> None:
+            self._keep()
+            self.spread_out(rho)
+
+        self.weights.reshard()
+        flight.land(settle)
+        self.place.land()
+
+    # -- a mean in mid-round ------------------------------------------------------------------------------------
+
+    def converge(self, step: int, healthy: BoolArray) -> None:
+        """Eq. 3 now; replicas stay at the mean."""
+        self.weights.average(healthy, step=step)
+        self.place.meet(step)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """This replica's own weights come back after the block."""
+        with self.weights.set_aside(), self.place.set_aside():
+            yield
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same names at any time: what a run that has not begun would start from."""
+        parameters = self.weights.anchored()
+        anchor = [] if self.anchor is None else self.anchor.copies or [local_tensor(p) for p in parameters]
+        return {
+            "left_at_mean": self.place.left_at_mean,
+            "anchor": [as_saved(copy, p) for copy, p in zip(anchor, parameters, strict=bool(anchor))],
+            "outer": self.outer.state_dict(parameters),
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], anchor: Sequence[Tensor], rho: Sequence[float], *, step: int
+    ) -> None:
+        """Continue from a state that has been checked; ``anchor``: this rank's part of it."""
+        parameters = self.weights.anchored()
+        self.outer.load_state_dict(state["outer"], parameters)
+        # A checkpoint is one model: what follows need not bring replicas together first.
+        if self.outer.kind != "nesterov" or self.outer.centre.copies:
+            self.outer.centre.differ_from = None
+        if self._flight is not None:
+            self._flight.abandon()
+            self._flight = None
+        self.place.resume(step, at_mean=bool(state["left_at_mean"]))
+        if self.fallback is not None:
+            self.fallback.restart(self.weights.local() if self.apart else None)
+        if self.anchor is not None:
+            self.anchor.copies = []
+            if anchor:
+                self.anchor.renew(parameters)
+                for copy, value in zip(self.anchor.copies, anchor, strict=True):
+                    copy.copy_(value)
+                self.anchor.differ_from = None
+                if not state["left_at_mean"]:
+                    self.spread_out(rho)
+
+    def copied(self) -> None:
+        """After a copy with optimizer and model: these are other tensors, and snapshots name theirs by identity."""
+        self.weights.recount()
+        if self.fallback is not None:
+            self.fallback.snapshot.forget()

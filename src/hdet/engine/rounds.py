@@ -2,8 +2,8 @@
 
 ``loss -> signal -> controller -> scales`` and ``weights -> converge -> weights`` meet here, in the order of the paper:
 after the optimizer step that ends a round, converge (Eq. 3), controller (Eq. 4 to 7, or 12), new permutation (Eq. 9),
-and where there is an anchor, the replicas' new places on the line through it (Eq. 11).
-The schedulers are faces of this loop: they supply a schedule and multiply it by :attr:`RoundLoop.factors`.
+and where there is an anchor, the replicas' new places on the line through it (Eq. 11). The loop only orders: the policy
+decides, the averager moves the weights. Schedulers supply a schedule and multiply it by :attr:`RoundLoop.factors`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-import time
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,132 +23,84 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import BoolArray, FloatArray
-from hdet.engine.averaging import Together
-from hdet.engine.rollback import CUT, Rollback
-from hdet.engine.state import NO_ROLLBACK, joined_of, pack_signal, read_round
+from hdet.checks import FloatArray
+from hdet.engine.averaging import Averager
+from hdet.engine.clock import Clock
+from hdet.engine.state import joined_of, pack_losses, read_round
 from hdet.history import RoundRecord
 from hdet.knobs.knob_set import KnobSet
-from hdet.options import Averaging, Faults
-from hdet.policy.quarantine import pack_quarantine
-from hdet.policy.steering import Steering
-from hdet.replicas.agreement import Note, compare_notes
-from hdet.replicas.average import mean_
-from hdet.replicas.group import Replicas, shape_digest
-from hdet.replicas.sharding import as_saved, local_tensor
-from hdet.signals.gradient import GradientSignal, drop_nonfinite
+from hdet.policy.round import Observed, RoundPolicy
+from hdet.replicas.agreement import Note, Table, compare_notes
+from hdet.signals.base import Signal, merged
+from hdet.signals.gradient import drop_nonfinite
 from hdet.signals.loss import Loss, LossMeter
-from hdet.weights.anchor import Anchor
-from hdet.weights.averaged import Weights
-from hdet.weights.outer import OuterStep, StatePolicy, state_tensors
 
 HISTORY_ROUNDS = 1000
 
 
 class RoundLoop:
-    """Fan-out, signal, controller and converge for the param groups of one optimizer.
+    """Fan-out, signals, policy and converge for the param groups of one optimizer.
 
     Args:
         optimizer: whose learning rates are steered.
-        weights: what is averaged.
-        replicas: who takes part.
-        steering: multipliers, scales and controller.
-        knob_of_group: which of the steering's knobs each param group belongs to.
-        one_scale: whether param groups that join later belong to the first of them, or to new ones.
-        interval: T, the optimizer steps of a round.
-        acting: the controller acts at rounds that end after the first of these steps, and up to the second.
-        anchor: where effects are measured from; None for the last converge.
-        anchor_rounds: renew the anchor every so many rounds; None for never.
-        gradient: the first-order signal; None for the loss signal.
-        rollback: what undoes broken rounds; None for nothing.
-        step: optimizer steps already taken.
-        apart: whether replicas may differ between converges.
-        board: the knobs of the steering's panel, and the probe.
-        outer: where the shared weights go at a converge.
-        optimizer_state: what becomes of the optimizers' state at a converge.
+        averager: what moves the weights, and knows where they are.
+        policy: when rounds end, and what follows from them.
+        signals: what rounds show; of two that show the same, the first counts.
+        knobs: those of the steering's panel.
+        knob_of_group: which of the steering's learning rates each param group has.
+        one_scale: whether param groups that join later have the first of them, or new ones.
+        clock: times converges.
         local: what keeps gradients from being averaged, to be closed in the end; None where they are shared.
-        faults: what is done about faults.
-        averaging: how replicas are averaged.
+        skip_nonfinite: take gradients that are not finite out of a step.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        weights: Weights,
-        replicas: Replicas,
-        steering: Steering,
+        averager: Averager,
+        policy: RoundPolicy,
+        signals: Sequence[Signal],
         *,
+        knobs: KnobSet,
         knob_of_group: list[int],
         one_scale: bool,
-        interval: int,
-        acting: tuple[float, float],
-        anchor: Anchor | None = None,
-        anchor_rounds: int | None = None,
-        gradient: GradientSignal | None = None,
-        rollback: Rollback | None = None,
-        step: int = 0,
-        apart: bool,
-        board: KnobSet,
-        outer: OuterStep | None = None,
-        optimizer_state: StatePolicy = "keep",
+        clock: Clock,
         local: Callable[[], ExitStack] | None = None,
-        faults: Faults,
-        averaging: Averaging,
+        skip_nonfinite: bool = False,
     ) -> None:
         self.lock = threading.RLock()
         """Held by whatever changes the state, so that another thread may save it in the meantime."""
         self.optimizer = optimizer
-        self.weights = weights
-        self.replicas = replicas
-        self.steering = steering
+        self.averager = averager
+        self.place = averager.place
+        self.weights = averager.weights
+        self.replicas = averager.replicas
+        self.apart = averager.apart
+        self.policy = policy
+        self.steering = policy.steering
+        self.signals = tuple(signals)
+        self.knobs = knobs
         self.knob_of_group = knob_of_group
         self._one_scale = one_scale
         self.joined: list[float] = []
         """Of each param group that joined after the schedule was made, its share of the first one's."""
         self._joined_shared = True
-        self.interval = interval
-        self.acting = acting
-        self.anchor = anchor
-        self.anchor_rounds = anchor_rounds
-        self.gradient = gradient
-        self.rollback = rollback
-        self.apart = apart
-        self.active = apart or gradient is not None
-        self.counts_updates = self.active and replicas.group is not None
-        self.board = board
-        self.outer = outer or OuterStep()
-        self.faults = faults
-        self.together = Together(
-            optimizer,
-            weights,
-            replicas,
-            outer=self.outer,
-            optimizer_state=optimizer_state,
-            faults=faults,
-            averaging=averaging,
-            apart=apart,
-            shared_gradients=local is None,
-        )
+        self.skip_nonfinite = skip_nonfinite
+        self.active = self.apart or any(not signal.compares for signal in signals)
+        self.counts_updates = self.active and self.replicas.group is not None
         self._make_local = local or ExitStack
         self._local = self._make_local()
-        self._index = replicas.index if apart else 0
-        self._on_line = anchor is not None and apart and steering.spread > 0
-
+        self._index = self.replicas.index if self.apart else 0
+        self._clock = clock
         self.meter = LossMeter()
-        # From which copy on replicas may differ: they may have started apart. None: they are the same.
-        self._anchor_apart_from: int | None = 0 if apart else None
-        self._centre_apart_from = self._anchor_apart_from
+        self.num_updates = 0
+        self._shared_losses: FloatArray | None = None
+        self._resumed_from: int | None = None
         self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self.sinks: list[Callable[[RoundRecord], object]] = []
-        self._converged_step = step
-        self._shared_signal: FloatArray | None = None
-        self._inside_converged = False
-        self._pending = False  # whether a step in mid-round has something to do: raise, or let a mean land
-        self._left_at_mean = False
-        self._resumed_from: int | None = None
-        self.finished = False
-        self.num_updates = 0
         self._update_factors()
+
+    # -- values -------------------------------------------------------------------------------------------------
 
     def _update_factors(self) -> None:
         by_knob = (self.steering.scales * self.steering.multipliers[:, self._index]).tolist()
@@ -158,95 +110,25 @@ class RoundLoop:
         """Whether :meth:`schedule_moved` wants to be told."""
         self.write_knobs(at_base=self.finished)
 
-    def add_groups(self) -> None:
-        """Take up param groups that were added to the optimizer: they train along from here."""
-        known, num_copies = len(self.knob_of_group), len(self.anchor.copies) if self.anchor is not None else 0
-        for _ in self.optimizer.param_groups[known:]:
-            knob = 0 if self._one_scale else self.steering.add_lr()
-            self.knob_of_group.append(knob)
-            if self.gradient is not None:
-                self.gradient.add_group(knob)
-        joined = [p for group in self.optimizer.param_groups[known:] for p in group["params"]]
-        if self.anchor is not None and num_copies:
-            self.anchor.add(joined)
-            if self.apart and self._anchor_apart_from is None:
-                self._anchor_apart_from = num_copies
-        if self.apart and self._centre_apart_from is None:
-            self._centre_apart_from = len(self.outer.centre.copies)
-        self.outer.add(joined)
-        if self.rollback is not None:
-            self.rollback.add(self.weights)
-        for each in self.board:
-            each.add_groups()
-        if self._make_local is ExitStack:
-            self.weights.warn_if_not_shared()
-        self._update_factors()
-        self._land()  # a mean on its way has no part of theirs
-
-    def follow(self, share: float) -> None:
-        """The schedule of the next param group that it does not know is ``share`` of the first one's."""
-        self.joined.append(share)
-        self._joined_shared = not self.apart
-
-    def of_all(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
-        """The schedule's values of all param groups, from those of the groups it knows."""
-        return [*schedule, *(share * schedule[0] for share in self.joined)][: len(self.knob_of_group)]
-
     def write_knobs(self, *, at_base: bool) -> None:
         """Give the knobs beside the learning rate their values, this replica's or the shared ones."""
-        if len(self.board):
-            self.board.write(self.steering.positions(None if at_base else self._index))
+        if len(self.knobs):
+            self.knobs.write(self.steering.positions(None if at_base else self._index))
+
+    @property
+    def finished(self) -> bool:
+        """Whether training has ended, and every knob is at its base value."""
+        return self.place.finished
 
     @property
     def at_base(self) -> bool:
-        """Whether knobs stand at their base values: training has ended, or a block shows the mean."""
-        return self.finished or self._inside_converged
+        """Whether the model at hand is the shared one, and its learning rates and knobs are the base values."""
+        return self.place.finished or self.place.is_set_aside
 
-    def before_optimizer_step(self) -> None:
-        """Set the anchor in the first step, when the weights are what training starts from; sample the gradient."""
-        if _is_rehearsal(self.optimizer):
-            return
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self._check_capture()
-        with self.lock:
-            self._begin()
-            if self.gradient is not None:
-                self.gradient.sample(self.optimizer)
-        if self.faults.skip_nonfinite:
-            drop_nonfinite(self.optimizer)
-
-    def after_optimizer_step(self) -> None:
-        """Count it: replicas that share gradients must take the same steps."""
-        if not _is_rehearsal(self.optimizer):
-            self.num_updates += 1
-
-    def _check_capture(self) -> None:
-        """Raise where what this does before a step would be part of a CUDA graph, and be repeated with every replay."""
-        if self.gradient is not None:
-            raise RuntimeError(
-                'optimizer.step() must not be captured in a CUDA graph with signal="gradient": a replay takes no new '
-                "sample; capture forward and backward, and call optimizer.step() after each replay"
-            )
-        has_anchor = self.anchor is None or bool(self.anchor.copies)
-        if not has_anchor or (self.rollback is not None and not self.rollback.snapshot.taken):
-            raise RuntimeError(
-                "optimizer.step() must be called once, after the scheduler was constructed, before it is captured in a "
-                "CUDA graph: the first step sets the anchor"
-            )
-
-    def _begin(self) -> None:
-        """Remember where training starts, unless it is known."""
-        if self.anchor is not None and not self.anchor.copies:
-            self.anchor.renew(self.weights.anchored())
-        if self.rollback is not None:
-            self.rollback.before_first_step(self.weights, self.optimizer)
-        if self.apart:
-            self.outer.begin(self.weights.anchored())
-
-    def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
-        with self.lock:
-            self.meter.observe(loss, weight)
-            self._shared_signal = None
+    def _rho(self) -> list[float]:
+        """This replica's multiplier of each param group."""
+        mine = self.steering.multipliers[:, self._index].tolist()
+        return [mine[knob] for knob in self.knob_of_group]
 
     def schedule_moved(self, old: Sequence[float | Tensor], new: Sequence[float | Tensor]) -> None:
         """Eq. 13: tell the gate that the schedule alone went from ``old`` to ``new``, by param group."""
@@ -257,11 +139,69 @@ class RoundLoop:
         self.steering.rise(ratios)
         self._update_factors()
 
-    # -- rounds -------------------------------------------------------------------------------------------------
+    # -- param groups that join ---------------------------------------------------------------------------------
+
+    def add_groups(self) -> None:
+        """Take up param groups that were added to the optimizer: they train along from here."""
+        joined = self.optimizer.param_groups[len(self.knob_of_group) :]
+        for _ in joined:
+            knob = 0 if self._one_scale else self.steering.add_lr()
+            self.knob_of_group.append(knob)
+            for signal in self.signals:
+                signal.add_group(knob)
+        self.averager.add([p for group in joined for p in group["params"]])
+        for each in self.knobs:
+            each.add_groups()
+        self._update_factors()
+        self.land()  # a mean on its way has no part of theirs
+
+    def follow(self, share: float) -> None:
+        """The schedule of the next param group that it does not know is ``share`` of the first one's."""
+        self.joined.append(share)
+        self._joined_shared = not self.apart
+
+    def of_all(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """The schedule's values of all param groups, from those of the groups it knows."""
+        return [*schedule, *(share * schedule[0] for share in self.joined)][: len(self.knob_of_group)]
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def before_optimizer_step(self) -> None:
+        """Set the anchor in the first step, when the weights are what training starts from; show signals the step."""
+        if _is_rehearsal(self.optimizer):
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self._check_capture()
+        with self.lock:
+            self.averager.begin()
+            for signal in self.signals:
+                signal.before_step(self.optimizer)
+        if self.skip_nonfinite:
+            drop_nonfinite(self.optimizer)
+
+    def _check_capture(self) -> None:
+        """Raise where what this does before a step would be part of a CUDA graph, and be repeated with every replay."""
+        for signal in self.signals:
+            signal.refuse_capture()
+        if not self.averager.has_begun:
+            raise RuntimeError(
+                "optimizer.step() must be called once, after the scheduler was constructed, before it is captured in a "
+                "CUDA graph: the first step sets the anchor"
+            )
+
+    def after_optimizer_step(self) -> None:
+        """Count it: replicas that share gradients must take the same steps."""
+        if not _is_rehearsal(self.optimizer):
+            self.num_updates += 1
+
+    def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
+        with self.lock:
+            self.meter.observe(loss, weight)
+            self._shared_losses = None
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` would do anything in a step that is not the last; the cheap half of it."""
-        return step % self.interval == 0 or self._pending
+        return self.policy.is_due(step) or self.place.needs_step
 
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
@@ -271,256 +211,145 @@ class RoundLoop:
             schedule: what the schedule alone gave each param group in that step.
             last: whether training ends here, so that the round ends too, full or not.
         """
-        if self._inside_converged:
-            raise RuntimeError("step() must not be called inside `with converged():`; leave the block first")
-        self._land()
-        if not self.active or not (last or step % self.interval == 0):
+        self.place.refuse_inside("step()")
+        self.land()
+        if not self.active or not self.policy.is_due(step, last=last):
             return False
-        with self.replicas.meeting(step):
+        with self.replicas.telling_others(step):
             self._end_round(step, schedule, last=last)
         return True
 
+    # -- the end of a round -------------------------------------------------------------------------------------
+
     def _end_round(self, step: int, scheduled: Sequence[float | Tensor], *, last: bool) -> None:
-        started = time.perf_counter()
-        self._begin()  # a GradScaler may have skipped every step so far
-        steering = self.steering
-        held = self.rollback is not None and self.rollback.budget.spent
-        acting = self._has_controller() and self.acting[0] < step <= self.acting[1] and not held
-        has_probe = acting and self.board.probe is not None
-        probe = self.board.evaluate(steering.positions(self._index), steering.positions()) if has_probe else math.nan
-        needs_losses = acting and not has_probe and self._learns_from_losses()
-        table = self._compare_notes(step, losses_required=needs_losses, probe=probe)
+        self._clock.start()
+        self.averager.begin()  # a GradScaler may have skipped every step so far
+        acting = self.policy.is_acting(step)
+        if acting:
+            for signal in self.signals:
+                own, base = self.steering.positions(self._index), self.steering.positions()
+                signal.measure(self.knobs.training_at_base(own, base))
+        table = self._meet(step, losses_required=acting and any(s.needs_losses for s in self.signals))
         schedule = np.array([float(value) for value in self.of_all(scheduled)])
-        replicas, slopes = self.replicas, None
-        if self.gradient is not None:
-            slopes = self.gradient.drain(replicas.group, replicas.device, replicas.parts)
-        finite = table["healthy"] > 0
-        exploded = self.together.exploded(np.where(finite, table["losses"], np.nan))
-        healthy = finite & ~exploded
-        losses = np.where(healthy, table["losses"], np.nan)
-        signal = losses if not has_probe else np.where(healthy, table["probes"], np.nan)
-        before, multipliers = steering.scales, steering.multipliers
-        positions = [steering.positions(r) for r in range(steering.num_replicas)]
-        info: dict[str, Any] = {}
-        distance, averaged = 0.0, "none"
-        if self._is_broken(step, losses, healthy, losses_given=bool(table["weights"].any())):
-            self._go_back(step)
-        else:
-            if acting:
-                info = steering.decide(signal, slopes)
-            new_anchor = acting and self.anchor is not None and steering.wants_new_anchor()
-            if not healthy.all():
-                self.together.mend_state(step, healthy, exploded)
-            if self.apart:
-                distance, averaged = self._bring_together(step, healthy, signal, at_once=last or new_anchor)
-            elif not healthy.all():
-                self.weights.mend(self.weights.local().values(), healthy, alike=True)
-            if new_anchor:
-                assert self.anchor is not None
-                self.anchor.renew(self.weights.anchored())
-                self._anchor_apart_from = None
-            if self.rollback is not None and self.together.flight is None:
-                self.rollback.keep(self.weights.local(), self.optimizer)
-        panel = info.pop("panel", {})
-        if steering.panel.moves_lrs:
-            info = {name: panel[name][: steering.num_lrs] for name in ("slope", "standard_error", "z") if name in panel}
-        steering.next_round()
-        if not last and self.together.flight is None:
-            self._renew_anchor()
-            self._place()
-        self._left_at_mean = last
+        reading = merged([signal.drain() for signal in self.signals])
+        verdict = self.policy.end_round(
+            Observed(
+                step=step,
+                losses=table.losses,
+                finite=table.finite,
+                losses_given=bool(table.weights.any()),
+                compared=reading.losses,
+                slopes=reading.slopes,
+                last=last,
+            )
+        )
+        distance, averaged = self.averager.end_round(step, verdict, self._rho(), last=last)
+        for message in verdict.messages:
+            warnings.warn(message, stacklevel=5)
         if last:
             self._end()
         self._update_factors()
-        self._history.append(
-            RoundRecord(
-                index=steering.round_index - 1,
-                step=step,
-                losses=tuple(table["losses"].tolist()),
-                values=tuple(
-                    tuple((value * before[k] * multipliers[k]).tolist())
-                    for value, k in zip(schedule, self.knob_of_group, strict=True)
-                ),
-                base_values=tuple((schedule * steering.scales[self.knob_of_group]).tolist()),
-                scales=tuple(steering.scales[: steering.num_lrs].tolist()),
-                control=info,
-                unhealthy=tuple(np.flatnonzero(~finite).tolist()),
-                num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
-                held=held,
-                distance=distance,
-                converge_s=self.together.clock(started, step, self.interval),
-                probes=tuple(table["probes"].tolist()) if has_probe else (),
-                knobs=self.board.record(positions, steering.positions(), panel, steering.num_lrs),
-                quarantined=tuple(np.flatnonzero(exploded).tolist()),
-                averaged=averaged,
-                num_updates=tuple(int(n) for n in table["num_updates"]) if self.counts_updates else (),
-                resumed_from=self._resumed_from,
-            )
+        record = RoundRecord.of(
+            verdict,
+            self.steering,
+            schedule=schedule,
+            knob_of_group=self.knob_of_group,
+            knobs={knob.name: knob.value_at for knob in self.knobs},
+            step=step,
+            losses=tuple(table.losses.tolist()),
+            distance=distance,
+            converge_s=self._clock.stop(step, self.policy.interval),
+            probes=tuple(reading.losses.tolist()) if reading.held_out and reading.losses is not None else (),
+            averaged=averaged,
+            num_updates=tuple(int(n) for n in table.num_updates) if self.counts_updates else (),
+            resumed_from=self._resumed_from,
         )
+        self._history.append(record)
         self._resumed_from = None
         self.meter.reset()
         self.num_updates = 0
-        self._shared_signal = None
+        self._shared_losses = None
         for sink in self.sinks:
-            sink(self._history[-1])
+            sink(record)
 
-    def _bring_together(self, step: int, healthy: BoolArray, signal: FloatArray, *, at_once: bool) -> tuple[float, str]:
-        """Eq. 3 at the end of a round. Returns the replicas' distance from their mean, and whose mean it is."""
-        index = self.steering.round_index
-        renews = self.anchor is not None and self.anchor_rounds is not None and (index + 1) % self.anchor_rounds == 0
-        begun = self._centre_apart_from is None and (self.anchor is None or self._anchor_apart_from is None)
-        at_once = at_once or renews or not begun or not healthy.all()
-        distance, averaged = self.together.meet(step, healthy, signal, round_index=index, at_once=at_once)
-        if self.together.flight is not None:
-            self._pending = True
-            return distance, averaged
-        if averaged == "all":
-            self._converged_step = step
-        if self._centre_apart_from is not None:
-            # They go on from one place.
-            mean_(self.outer.centre.copies[self._centre_apart_from :], self.replicas, [True] * self.replicas.count)
-            self._centre_apart_from = None
-        self.outer.apply_(self.weights.anchored())
-        return distance, averaged
-
-    def _land(self) -> None:
-        """Apply a mean that has been on its way, if there is one. Not a collective: nobody has to take part."""
-        flight, self.together.flight = self.together.flight, None
-        if flight is None:
-            return
-        self._pending = False
-
-        def settle() -> None:
-            if self.rollback is not None:
-                self.rollback.keep(self.weights.local(), self.optimizer)
-            self._place()
-
-        self.weights.reshard()
-        flight.land(settle)
-        self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
-
-    def _has_controller(self) -> bool:
-        return self.steering.controller is not None or self.steering.panel.controller is not None
-
-    def _learns_from_losses(self) -> bool:
-        return self.gradient is None or self.steering.panel.controller is not None
-
-    def _is_broken(self, step: int, losses: FloatArray, healthy: BoolArray, *, losses_given: bool) -> bool:
-        """Whether this round has to be undone. Raises where it would have to be and cannot."""
-        if self.rollback is None:
-            self.together.require_any(healthy, step)
-            return False
-        weights_fine = self.together.can_go_on(healthy)
-        return self.rollback.is_broken(losses, weights_fine=weights_fine, losses_given=losses_given, step=step)
-
-    def _go_back(self, step: int) -> None:
-        assert self.rollback is not None
-        self.rollback.go_back(self.weights.local(), self.optimizer)
-        self.outer.restart(self.weights.anchored())
-        self.steering.cut(CUT)
-        self._converged_step = step
-
-    def _renew_anchor(self) -> None:
-        if self.anchor is None:
-            return
-        if self.anchor_rounds is not None and self.steering.round_index % self.anchor_rounds == 0:
-            self.anchor.renew(self.weights.anchored())
-            self._anchor_apart_from = None
-        elif self._anchor_apart_from is not None:
-            # Replicas may have started apart (a warm noisy start): the line needs one anchor for all.
-            mean_(self.anchor.copies[self._anchor_apart_from :], self.replicas, [True] * self.replicas.count)
-            self._anchor_apart_from = None
-
-    def _place(self) -> None:
-        """Eq. 11. The weights are at the centre when this is called."""
-        if self._on_line:
-            assert self.anchor is not None
-            mine = self.steering.multipliers[:, self.replicas.index].tolist()
-            groups = zip(self.optimizer.param_groups, self.knob_of_group, strict=True)
-            self.anchor.place_(self.weights.anchored(), [mine[knob] for group, knob in groups for _ in group["params"]])
-
-    # -- converge -----------------------------------------------------------------------------------------------
-
-    def converge(self, step: int) -> None:
-        """Eq. 3 now, in the middle of a round: the round, its signal and its multipliers go on."""
-        with self.lock:
-            if not self.active or self._inside_converged:
-                return
-            self._land()
-            with self.replicas.meeting(step):
-                self._converge(step)
-
-    def _converge(self, step: int) -> None:
-        healthy = self._compare_notes(step, losses_required=False, asked=True)["healthy"] > 0
-        if self.gradient is not None:
-            self.gradient.collect(self.replicas.group, self.replicas.device, self.replicas.parts)
-        if self.apart:
-            self.together.require_any(healthy, step)
-            self.weights.average(healthy, step=step)
-            self._converged_step = step
-            self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
-            self._left_at_mean = True
-
-    def finish(self, step: int) -> None:
-        """End the training: average the weights, and leave every knob at its base value."""
-        if self._inside_converged:
-            raise RuntimeError("finish() must not be called inside `with converged():`; leave the block first")
-        if self.finished:
-            return
-        if step != self._converged_step or self._on_line:
-            self.converge(step)
-        self._end()
-        self.write_knobs(at_base=True)
-
-    def _end(self) -> None:
-        self.finished = True
-        self._local.close()
-
-    @contextmanager
-    def converged(self, step: int) -> Iterator[None]:
-        """The mean weights for the length of a block; then this replica's own again. Needs a second copy of them."""
-        if not self.apart or self._inside_converged:
-            self.converge(step)  # weights are equal already; what the round has shown so far is shared for saving
-            yield
-            return
-        self._land()
-        before = self._converged_step, self._left_at_mean
-        with self.weights.set_aside():
-            self.converge(step)
-            self._inside_converged = self._pending = True
-            self.write_knobs(at_base=True)
-            try:
-                yield
-            finally:
-                self._inside_converged = self._pending = False
-                self._converged_step, self._left_at_mean = before
-        self.write_knobs(at_base=self.finished)
-
-    def _compare_notes(
-        self, step: int, *, losses_required: bool, probe: float = math.nan, asked: bool = False
-    ) -> dict[str, FloatArray]:
+    def _meet(self, step: int, *, losses_required: bool, asked: bool = False) -> Table:
+        """Find out whether replicas can go on together, and bring to all what each has seen. Collectives."""
         self.weights.refuse_join(step)
         total, weight = self.meter.drain()
-        digest = self.weights.digest()
-        if self.together.optimizer_state == "average":
-            digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
-        healthy = self.weights.is_healthy()
-        note = Note(step, total, weight, healthy, digest, self._digest(), probe, self.num_updates, asked)
-        alike = self.together.shared_gradients
-        num_steps = step - max(step - 1, 0) // self.interval * self.interval
+        shapes, finite, state = self.averager.digest(), self.weights.is_healthy(), self._digest()
+        note = Note(step, total, weight, finite, shapes, state, self.num_updates, asked)
         table = compare_notes(
-            self.replicas, note, losses_required=losses_required, updates_alike=alike, num_steps=num_steps
+            self.replicas,
+            note,
+            losses_required=losses_required,
+            updates_alike=self.averager.shared_gradients,
+            num_steps=self.policy.num_steps(step),
         )
-        self._shared_signal = np.stack([table["totals"], table["weights"], table["num_updates"]])
+        self._shared_losses = np.stack([table.totals, table.weights, table.num_updates])
         if not self._joined_shared:
             # Each has taken up new param groups by its own learning rates, which differ.
             self.joined = self.replicas.gather(self.joined, step=step).mean(axis=(0, 1)).tolist()
             self._joined_shared = True
+        for signal in self.signals:
+            signal.share(self.replicas, table.losses)
         return table
 
     def _digest(self) -> int:
         numbers = [self.steering.seed, self.steering.round_index, *self.steering.scales.tolist()]
         return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers))
+
+    def _end(self) -> None:
+        self.place.finished = True
+        self._local.close()
+
+    # -- a mean in mid-round ------------------------------------------------------------------------------------
+
+    def land(self) -> None:
+        """Apply a mean that has been on its way, if there is one."""
+        if self.place.in_flight:
+            self.averager.land(self._rho())
+            self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
+
+    def converge(self, step: int) -> None:
+        """Eq. 3 now, in the middle of a round: the round, its signal and its multipliers go on."""
+        with self.lock:
+            if not self.active or self.place.is_set_aside:
+                return
+            self._converge(step)
+
+    def _converge(self, step: int) -> None:
+        self.land()
+        with self.replicas.telling_others(step):
+            finite = self._meet(step, losses_required=False, asked=True).finite
+            if self.apart:
+                self.policy.require_mean(finite, step)
+                self.averager.converge(step, finite)
+                self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
+
+    @contextmanager
+    def converged(self, step: int) -> Iterator[None]:
+        """The mean weights for the length of a block; then this replica's own again. Needs a second copy of them."""
+        if not self.apart or self.place.is_set_aside:
+            self.converge(step)  # weights are equal already; what the round has shown so far is shared for saving
+            yield
+            return
+        self.land()
+        with self.averager.set_aside():
+            with self.lock:
+                self._converge(step)
+            self.write_knobs(at_base=True)
+            yield
+        self.write_knobs(at_base=self.finished)
+
+    def finish(self, step: int) -> None:
+        """End the training: average the weights, and leave every knob at its base value."""
+        self.place.refuse_inside("finish()")
+        if self.finished:
+            return
+        if step != self.place.mean_step or self.averager.on_line:
+            self.converge(step)
+        self._end()
+        self.write_knobs(at_base=True)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -528,8 +357,8 @@ class RoundLoop:
         """For a copy with the optimizer and the model, where all that belongs to them is within reach."""
         outside = {
             "is one of several processes'": self.replicas.group is not None or bool(self.replicas.parts),
-            "writes knobs into a model": len(self.board) > 0,
-            "calls a probe": self.board.probe is not None,
+            "writes knobs into a model": len(self.knobs) > 0,
+            "calls a probe": self.knobs.probe is not None,
             'has gradients="local"': self._make_local is not ExitStack,
             "has sinks": bool(self.sinks),
         }
@@ -544,19 +373,15 @@ class RoundLoop:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self.lock = threading.RLock()
-        self.weights.recount()
-        if self.rollback is not None:
-            self.rollback.snapshot.forget()  # as after a resume: it names tensors by their identities
+        self.averager.copied()
 
     @property
     def history(self) -> list[RoundRecord]:
         return list(self._history)
 
     def weights_apart(self, step: int) -> bool:
-        """Whether this replica's weights are not the mean: it has trained since, or been placed on the line."""
-        begun = self.anchor is not None and bool(self.anchor.copies)
-        placed = self._on_line and begun and not self._left_at_mean
-        return self.apart and (step != self._converged_step or placed)
+        """Whether this replica's weights are not the mean."""
+        return not self.averager.is_mean(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types, and the anchor's tensors, sharded as the weights are; the same on every replica.
@@ -565,21 +390,14 @@ class RoundLoop:
         """
         if self.replicas.count == 1:
             self.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
-        parameters = self.weights.anchored()
-        anchor = [] if self.anchor is None else self.anchor.copies or [local_tensor(p) for p in parameters]
         return {
-            **self.steering.state_dict(),
-            "signal": pack_signal(self._shared_signal),
-            "left_at_mean": self._left_at_mean and not self._inside_converged,
-            **(self.rollback.state_dict() if self.rollback is not None else NO_ROLLBACK),
+            **self.policy.state_dict(),
+            **self.averager.state_dict(),
+            "losses": pack_losses(self._shared_losses),
             "num_ranks": self.replicas.count,
-            "num_calls": self.gradient.num_calls if self.gradient is not None else 0,
-            "samples": self.gradient.samples.tolist() if self.gradient is not None else [],
-            "anchor": [as_saved(copy, p) for copy, p in zip(anchor, parameters, strict=bool(anchor))],
+            "signals": {signal.name: signal.state_dict() for signal in self.signals},
             "joined": list(self.joined),
-            "knobs": self.board.starts(),
-            "outer": self.outer.state_dict(parameters),
-            "quarantine": pack_quarantine(self.together.quarantine_state),
+            "knobs": self.knobs.starts(),
         }
 
     def num_scheduled(self, state: Any) -> int:
@@ -594,44 +412,25 @@ class RoundLoop:
         # All is checked here, before anything has changed; nothing below may fail.
         self.weights.reshard()
         parameters = self.weights.anchored()
-        alike = self.together.shared_gradients
-        saved = read_round(state, self.replicas, parameters, num_lrs=self.steering.num_lrs, updates_alike=alike)
-        self.outer.check_state(state["outer"], parameters)
-        starts = self.board.check_starts(state["knobs"])
-        self.steering.load_state_dict(state)  # checks everything before it changes anything
-        self.board.restart(starts)
-        self.steering.set_bounds(self.board.bounds())
-        self.outer.load_state_dict(state["outer"], parameters)
-        # A checkpoint is one model: what follows need not bring replicas together first.
-        if self.outer.kind != "nesterov" or self.outer.centre.copies:
-            self._centre_apart_from = None
-        self.joined, self._joined_shared = saved.joined, True
+        alike = self.averager.shared_gradients
+        saved = read_round(state, self.replicas, parameters, self.signals, updates_alike=alike)
+        self.averager.outer.check_state(state["outer"], parameters)
+        starts = self.knobs.check_starts(state["knobs"])
+        self.policy.load_state_dict(state)  # checks everything before it changes anything
+        self.knobs.restart(starts)
+        self.steering.set_bounds(self.knobs.bounds())
         if self.finished:
             self._local = self._make_local()
-        self.finished = False
+        self.averager.load_state_dict(state, saved.anchor, self._rho(), step=step)
+        self.joined, self._joined_shared = saved.joined, True
         self.meter.reset(saved.total, saved.weight)
         self.num_updates = saved.num_updates
-        self._shared_signal = saved.signal
-        self._converged_step = step
+        self._shared_losses = saved.losses
         self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None
-        self.together.quarantine_state = saved.quarantine
-        self.together.forget_flight()
-        self._pending = self._inside_converged
-        if self.gradient is not None:
-            self.gradient.forget()
-            self.gradient.num_calls, self.gradient.samples = saved.num_calls, saved.samples
-        if self.rollback is not None:
-            self.rollback.load_state_dict(state, self.weights.local() if self.apart else None)
-        if self.anchor is not None:
-            self.anchor.copies = []
-            if saved.anchor:
-                self.anchor.renew(parameters)
-                for copy, value in zip(self.anchor.copies, saved.anchor, strict=True):
-                    copy.copy_(value)
-                self._anchor_apart_from = None
-                if not saved.left_at_mean:
-                    self._place()
-        self._left_at_mean = saved.left_at_mean
+        for signal in self.signals:
+            signal.forget()
+            if signal.name in saved.signals:
+                signal.load_state_dict(saved.signals[signal.name])
         self._update_factors()
 
 

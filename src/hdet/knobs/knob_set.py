@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 
 from hdet.checks import FloatArray, mapping_of, number, shown
 from hdet.controllers.base import Controller
-from hdet.history import KnobRecord
 from hdet.knobs import Knob
 from hdet.policy.steering import Panel
-from hdet.signals.probe import Probe, evaluate
+from hdet.signals.probe import Probe
 
 MAX_POSITION = 30.0
 """Beyond e^30 times its start no knob means anything, and exponentials overflow not much later."""
@@ -71,32 +70,18 @@ class KnobSet:
         for knob, position in zip(self.knobs, positions.tolist(), strict=True):
             knob.write(position)
 
-    def evaluate(self, own: FloatArray, base: FloatArray) -> float:
-        """The probe's loss, with this replica's positions ``own`` for the knobs that act outside training."""
-        assert self.probe is not None
+    @contextmanager
+    def training_at_base(self, own: FloatArray, base: FloatArray) -> Iterator[None]:
+        """For a probe: this replica's positions ``own`` only for the knobs that act outside training."""
         # The others must not reach into the probe, through a criterion it shares with training: base for all replicas.
         hidden = [i for i, knob in enumerate(self.knobs) if knob.acts == "training"]
         for i in hidden:
             self.knobs[i].write(float(base[i]))
         try:
-            return evaluate(self.probe, self.model)
+            yield
         finally:
             for i in hidden:
                 self.knobs[i].write(float(own[i]))
-
-    def record(
-        self, positions: Sequence[FloatArray], base: FloatArray, info: Mapping[str, Any], first_row: int
-    ) -> dict[str, KnobRecord]:
-        """For the history: where the knobs were on each replica, where their base is now, and what was seen."""
-        records = {}
-        for i, knob in enumerate(self.knobs):
-            seen = {
-                name: float(info[name][first_row + i]) if knob.adapt and name in info else math.nan
-                for name in ("slope", "standard_error", "z")
-            }
-            values = tuple(knob.value_at(float(place[i])) for place in positions)
-            records[knob.name] = KnobRecord(values, knob.value_at(float(base[i])), **seen)
-        return records
 
     def starts(self) -> dict[str, float]:
         return {knob.name: knob.start for knob in self.knobs}

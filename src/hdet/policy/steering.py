@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +50,26 @@ class Panel:
 
 
 NO_PANEL = Panel((), (), (), ())
+
+
+class KnobEvidence(NamedTuple):
+    """What a controller saw of a knob beside the learning rates; NaN while it cannot be told from others."""
+
+    slope: float = math.nan
+    standard_error: float = math.nan
+    z: float = math.nan
+
+
+class Looked(NamedTuple):
+    """What controllers looked at in a round; nothing while none is acting.
+
+    Attributes:
+        lrs: named numbers of the controller that moves the learning rates.
+        knobs: of each knob of the panel.
+    """
+
+    lrs: Mapping[str, tuple[float, ...]] = MappingProxyType({})
+    knobs: tuple[KnobEvidence, ...] = ()
 
 
 class Steering:
@@ -174,9 +195,9 @@ class Steering:
         base: FloatArray = np.log(self.scales[self.num_lrs :])
         return base if replica is None else base + self.multipliers[self.num_lrs :, replica] - 1.0
 
-    def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None) -> dict[str, Any]:
-        """Let the controllers move the scales; returns what they looked at, the panel's under ``"panel"``."""
-        info: dict[str, Any] = {}
+    def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None) -> Looked:
+        """Let the controllers move the scales; returns what they looked at."""
+        looked = Looked()
         factors = np.ones_like(self.scales)
         lrs = slice(0, self.num_lrs)
         # A controller without an opinion on the warm-up lets it through.
@@ -188,17 +209,28 @@ class Steering:
             factors[lrs] = decision.factors
             if decision.openness is not None:
                 self.openness[lrs] = decision.openness
-            info = dict(decision.info)
+            looked = looked._replace(lrs=dict(decision.info))
         if self.panel.controller is not None:
             self.panel_state, decision = self.panel.controller.update(
                 self.panel_state, Evidence(losses, self.multipliers)
             )
             moved = np.array([*[self.panel.moves_lrs] * self.num_lrs, *self.panel.adapted])
             factors[moved] = decision.factors[moved]
-            info["panel"] = dict(decision.info)
+            looked = self._looked_by_panel(looked, decision.info)
         self.scales = np.clip(self.scales * factors, self.low, self.high)
         self.fallen = np.where(self.is_lr, np.maximum(self.fallen - np.log(factors), 0.0), 0.0)
-        return info
+        return looked
+
+    def _looked_by_panel(self, looked: Looked, info: Mapping[str, tuple[float, ...]]) -> Looked:
+        known = {name: info[name] for name in KnobEvidence._fields if name in info}
+        knobs = tuple(
+            KnobEvidence(**{name: float(row[self.num_lrs + i]) for name, row in known.items()})
+            if adapted
+            else KnobEvidence()
+            for i, adapted in enumerate(self.panel.adapted)
+        )
+        lrs = {name: row[: self.num_lrs] for name, row in known.items()} if self.panel.moves_lrs else looked.lrs
+        return Looked(lrs, knobs)
 
     def rise(self, log_ratios: FloatArray) -> None:
         """Eq. 13, step by step: the schedule moves by exp(log_ratios); take back what the evidence does not support.

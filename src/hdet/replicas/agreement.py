@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
-from hdet.checks import FloatArray
+from hdet.checks import BoolArray, FloatArray
 from hdet.replicas.group import Replicas
 
 
@@ -17,22 +16,36 @@ class Note(NamedTuple):
     Attributes:
         step: optimizer steps it has taken.
         total, weight: weighted sum of its losses, and the weights'.
-        healthy: whether its weights are finite.
+        finite: whether its weights are.
         shapes, state: digests of what it would average, and of where its scheduler stands.
-        probe: its loss on held-out data, NaN without.
         num_updates: calls of its optimizer in this round; 0 where nobody counts.
-        asked: whether it was asked to meet, by converge(), converged() or finish(), instead of ending a round.
+        asked: whether it was called for, by converge(), converged() or finish(), instead of ending a round.
     """
 
     step: int
     total: float
     weight: float
-    healthy: bool
+    finite: bool
     shapes: int
     state: int
-    probe: float = math.nan
     num_updates: int = 0
     asked: bool = False
+
+
+class Table(NamedTuple):
+    """Everyone's facts, an entry for each replica.
+
+    Attributes:
+        totals, weights, losses: weighted sum of the losses, the weights' sum, and their quotient, NaN without any.
+        finite: whose weights are finite.
+        num_updates: calls of the optimizer.
+    """
+
+    totals: FloatArray
+    weights: FloatArray
+    losses: FloatArray
+    finite: BoolArray
+    num_updates: FloatArray
 
 
 def compare_notes(
@@ -42,20 +55,20 @@ def compare_notes(
     losses_required: bool,
     updates_alike: bool = False,
     num_steps: int | None = None,
-) -> dict[str, FloatArray]:
-    """Everyone's facts, an array each; an error on all replicas where they cannot go on together.
+) -> Table:
+    """Everyone's facts; an error on all replicas where they cannot go on together.
 
     Nothing has been changed when it raises. One small collective.
     """
     rows = replicas.gather([float(fact) for fact in mine], step=mine.step)
+    found = dict(zip(Note._fields, np.moveaxis(rows, 2, 0), strict=True))  # by replica and part
     # What a replica's parts saw makes up what it saw. All must decide alike, or its shards no longer fit together.
-    totals, weights = rows[:, :, 1].sum(axis=1), rows[:, :, 2].sum(axis=1)
-    healthy, probes = rows[:, :, 3].min(axis=1), rows[:, :, 6].mean(axis=1)
-    steps, states, shapes = rows[:, :, 0].flatten(), rows[:, :, 5].flatten(), rows[:, :, 4]
+    totals, weights = found["total"].sum(axis=1), found["weight"].sum(axis=1)
+    steps, states, shapes = found["step"].flatten(), found["state"].flatten(), found["shapes"]
     if len(set(steps)) > 1:
-        by_replica = [sorted({int(s) for s in parts}) for parts in rows[:, :, 0]]
-        listing = ", ".join(f"replica {r}: {' and '.join(map(str, found))}" for r, found in enumerate(by_replica))
-        asked = rows[:, :, 8].max(axis=1) > 0
+        by_replica = [sorted({int(s) for s in parts}) for parts in found["step"]]
+        listing = ", ".join(f"replica {r}: {' and '.join(map(str, all_))}" for r, all_ in enumerate(by_replica))
+        asked = found["asked"].max(axis=1) > 0
         alone = (
             f"only replicas {np.flatnonzero(asked).tolist()} are in converge(), converged() or finish(), which must be "
             "called on every rank after the same step; "
@@ -65,8 +78,8 @@ def compare_notes(
             f"{alone if asked.any() and not asked.all() else ''}"
             "check for uneven data or steps skipped on some ranks. No weights were averaged"
         )
-    num_updates = rows[:, 0, 7]
-    if updates_alike and len(set(rows[:, :, 7].flatten())) > 1:
+    num_updates = found["num_updates"][:, 0]
+    if updates_alike and len(set(found["num_updates"].flatten())) > 1:
         listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
         raise RuntimeError(
             "replicas that share gradients must take the same optimizer steps, but in the round up to step "
@@ -97,11 +110,4 @@ def compare_notes(
         )
     with np.errstate(invalid="ignore", divide="ignore"):
         losses = totals / weights
-    return {
-        "totals": totals,
-        "weights": weights,
-        "healthy": healthy,
-        "losses": losses,
-        "probes": probes,
-        "num_updates": num_updates,
-    }
+    return Table(totals, weights, losses, found["finite"].min(axis=1) > 0, num_updates)

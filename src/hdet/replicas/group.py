@@ -6,23 +6,20 @@ import contextlib
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed.tensor import Replicate
-from torch.optim import Optimizer
 
 from hdet.checks import FloatArray
-from hdet.replicas.sharding import mesh_groups, sharding
 
 # How often this process has called `agree` in each group: all its ranks count alike, so that (group, number) names
-# one meeting in the store.
-_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+# one call in the store.
+_num_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Replicas:
@@ -42,8 +39,9 @@ class Replicas:
         self.device = _collective_device(group) if group is not None else torch.device("cpu")
         self.whole = True
         """Whether each of them holds all that it trains; False where members of the group are shards of one model."""
-        self._board = ""
+        self._key = ""
         self._lost = False
+        self._step = 0
 
     def node(self, size: int) -> Replicas:
         """Those on this one's node: ``size`` consecutive replicas. A collective of the node."""
@@ -57,15 +55,15 @@ class Replicas:
     def agree(self, facts: Mapping[str, Any], *, wait: bool = True) -> None:
         """Raise on every replica when replicas disagree about ``facts``. No collective, no weights touched.
 
-        The meeting takes place in the process group's key-value store, where a replica that never comes, or comes
+        It takes place in the process group's key-value store, where a replica that never comes, or comes
         with other arguments, is found out instead of leaving the rest in a collective that cannot match. The cost is
         a handful of small messages a replica, whatever their number. With ``wait=False`` this replica only states its
         facts. The last to leave clears up: the store may outlive this process, and torchrun starts it anew with it.
         """
         if self.group is None or self.count == 1:
             return
-        meeting = _meetings[self.group] = _meetings.get(self.group, 0) + 1
-        key = self._board = f"hdet/{self.group.group_name}/{dist.get_process_group_ranks(self.group)[0]}/{meeting}"
+        call = _num_calls[self.group] = _num_calls.get(self.group, 0) + 1
+        key = self._key = f"hdet/{self.group.group_name}/{dist.get_process_group_ranks(self.group)[0]}/{call}"
         store = _store()
         text = json.dumps({name: str(value) for name, value in facts.items()})
         store.set(f"{key}/step/{self.index}", "0")
@@ -74,9 +72,9 @@ class Replicas:
         digest = f"{key}/digest/{zlib.crc32(text.encode())}"
         store.add(digest, 1)
         if store.add(f"{key}/arrived", 1) == self.count:
-            # Last to arrive, so by now every digest has been counted: how many are like mine? Only a quarrel is worth
-            # reading everyone's facts.
-            verdict = "" if store.add(digest, 0) == self.count else self._quarrel(store, key)
+            # Last to arrive, so by now every digest has been counted: how many are like mine? Only a disagreement is
+            # worth reading everyone's facts.
+            verdict = "" if store.add(digest, 0) == self.count else self._disagreement(store, key)
             store.set(f"{key}/verdict", verdict or "agreed")
         try:
             verdict = store.get(f"{key}/verdict").decode() if wait else "agreed"
@@ -94,7 +92,7 @@ class Replicas:
                 for name in (digest.removeprefix(f"{key}/"), "arrived", "verdict", "left", *facts_of_all):
                     store.delete_key(f"{key}/{name}")
 
-    def _quarrel(self, store: Store, key: str) -> str:
+    def _disagreement(self, store: Store, key: str) -> str:
         facts = [json.loads(store.get(f"{key}/facts/{r}")) for r in range(self.count)]
         lines = []
         for name in dict.fromkeys(name for fact in facts for name in fact):
@@ -107,29 +105,41 @@ class Replicas:
         # A start that was cut short may have left arrivals behind, so that not all digests had been counted.
         return "replicas must agree about their arguments and parameters, but got " + "; ".join(lines) if lines else ""
 
-    def gather(self, values: Sequence[float], *, step: int) -> FloatArray:
-        """Everyone's ``values``, by replica and part. Names who is missing when the collective fails."""
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes of all replicas, in place. A collective."""
+        for each in (self.group, *self.parts):
+            if each is not None:
+                dist.all_reduce(tensor, group=each)
+        return tensor
+
+    def gather(self, values: Sequence[float], *, step: int | None = None) -> FloatArray:
+        """Everyone's ``values``, by replica and part; a collective. Names who is missing when it fails.
+
+        ``step``: which one it is for; default that of the last call.
+        """
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)[None]
         if self.group is None:
             return mine.numpy()[None]
-        if self._board:
-            _store().set(f"{self._board}/step/{self.index}", str(step))
+        if step is not None:
+            self._step = step
+            if self._key:
+                _store().set(f"{self._key}/step/{self.index}", str(step))
         try:
             for part in self.parts:
                 mine = torch.cat(_all_gather(mine, part))
             return torch.stack(_all_gather(mine, self.group)).cpu().numpy()
         except RuntimeError as error:
             self._lost = True
-            raise RuntimeError(self._who_is_missing(step)) from error
+            raise RuntimeError(self._who_is_missing(self._step)) from error
 
     @contextlib.contextmanager
-    def meeting(self, step: int) -> Iterator[None]:
+    def telling_others(self, step: int) -> Iterator[None]:
         """Around all that replicas do together: what one of them raises there is told to those it leaves waiting."""
         self._lost = False
         try:
             yield
         except Exception as error:
-            if self._lost or not self._board:
+            if self._lost or not self._key:
                 raise
             text = f"{type(error).__name__}: {str(error)[:1000]}"
             # Where all have found out the same there is nothing to add.
@@ -137,15 +147,15 @@ class Replicas:
             if isinstance(error, RuntimeError) and others:  # a collective that failed with the one that has raised
                 raise RuntimeError(f"{error} (at the converge of step {step}; {'; '.join(others)})") from error
             with contextlib.suppress(Exception):
-                _store().set(f"{self._board}/reason/{self.index}", text)
+                _store().set(f"{self._key}/reason/{self.index}", text)
             raise
 
     def _reasons(self) -> list[str]:
-        """What other replicas have raised in a meeting."""
+        """What other replicas have raised."""
         found = []
         with contextlib.suppress(Exception):  # the process that hosts the store may be the one that died
             for r in range(self.count):
-                key = f"{self._board}/reason/{r}"
+                key = f"{self._key}/reason/{r}"
                 if r != self.index and _store().check([key]) and (text := _store().get(key).decode()):
                     found.append(f"replica {r} raised {text}")
         return found
@@ -158,7 +168,7 @@ class Replicas:
             store = _store()
             steps = {}
             for r in range(self.count):
-                key = f"{self._board}/step/{r}"
+                key = f"{self._key}/step/{r}"
                 steps[r] = int(store.get(key)) if store.check([key]) else 0
         except Exception:  # the process that hosts the store may be the one that died
             return f"{lost}; their steps cannot be read, because the process group's store is gone too"
@@ -173,153 +183,6 @@ class Replicas:
             "must take the same number of optimizer steps, and enter converged() with the others: check for uneven "
             "data, skipped steps, a converged() or converge() on some ranks alone, or a crashed rank"
         )
-
-
-def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None, *, spread: float) -> Replicas:
-    """The replicas that train ``optimizer``'s parameters; those of the default group, unasked, where spread is 0.
-
-    Without a ``process_group``: the default group for ordinary parameters; for sharded ones the one mesh dimension
-    along which all of them are replicated. Raises ValueError where there are no replicas to fan out, only shards.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return Replicas(None)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    has_shards = any(type(p).__name__ == "FlatParameter" or getattr(p, "_fsdp_flattened", False) for p in parameters)
-    shards_state = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
-    if spread == 0:
-        found = _spread_out(process_group or dist.group.WORLD, parameters)
-        found.whole = not (shards_state or has_shards or any(sharding(p) is not None for p in parameters))
-        return found
-    if shards_state:
-        raise ValueError(
-            "optimizer must not shard its state across ranks, but got ZeroRedundancyOptimizer: each rank updates "
-            "only its own shard, so a learning rate per rank would become a learning rate per shard; use the "
-            "plain optimizer"
-        )
-    if has_shards:
-        raise ValueError(
-            "parameters are sharded by FullyShardedDataParallel, which does not tell who holds which shard of a "
-            "replica, so their shards could not decide alike; use fully_shard with a replicate dimension, or DDP"
-        )
-    if process_group is not None:
-        replicas = _spread_out(process_group, parameters)
-        _refuse_shards_as_replicas(process_group, parameters)
-        return replicas
-    sharded = [s for p in parameters if (s := sharding(p)) is not None]
-    if not sharded:
-        return Replicas(dist.group.WORLD)
-    mesh = sharded[0].mesh
-    names = mesh.mesh_dim_names or tuple(str(d) for d in range(mesh.ndim))
-    replicated = [
-        d
-        for d in range(mesh.ndim)
-        if mesh.size(d) > 1
-        and len(sharded) == len(parameters)
-        and all(s.mesh == mesh and isinstance(s.placements[d], Replicate) for s in sharded)
-    ]
-    if len(replicated) != 1:
-        raise ValueError(
-            "parameters are DTensors, and exactly one mesh dimension along which all of them are replicated is "
-            f"needed to find the replicas, but got {[names[d] for d in replicated]} of {list(names)}; pass "
-            'process_group=mesh.get_group("...") of the data-parallel replicate dimension; with none there are '
-            "only shards, no replicas to fan out"
-        )
-    return _spread_out(mesh.get_group(replicated[0]), parameters)
-
-
-def _spread_out(group: dist.ProcessGroup | None, parameters: Iterable[Tensor]) -> Replicas:
-    """The replicas of ``group``, with the groups over which each of them is spread."""
-    assert group is not None
-    ranks = set(dist.get_process_group_ranks(group))
-    parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for p in parameters:
-        for _, _, part in mesh_groups(p):
-            members = tuple(dist.get_process_group_ranks(part))
-            if not ranks.issuperset(members):
-                parts.setdefault(members, part)
-    return Replicas(group, list(parts.values()))
-
-
-def _refuse_shards_as_replicas(group: dist.ProcessGroup, parameters: Iterable[Tensor]) -> None:
-    ranks = set(dist.get_process_group_ranks(group))
-    for p in parameters:
-        for placement, name, part in mesh_groups(p):
-            together = sorted(ranks & set(dist.get_process_group_ranks(part)))
-            if len(together) > 1 and not isinstance(placement, Replicate):
-                raise ValueError(
-                    "process_group must have the ranks that hold the same shard of different replicas, but its ranks "
-                    f"{together} hold different shards, along mesh dimension {name!r}; pass the group of the "
-                    "data-parallel replicate dimension; with none there are only shards, no replicas to fan out"
-                )
-
-
-def refuse_shared_gradients(replicas: Replicas, optimizer: Optimizer) -> None:
-    """With local gradients: raise where parameters lie on a mesh over which their gradients are averaged all the same.
-
-    ``set_requires_all_reduce(False)`` of FSDP2 is no way out: it postpones the reduction, and there are no gradients
-    until it has been made up for.
-    """
-    if replicas.group is None:
-        return
-    ranks = set(dist.get_process_group_ranks(replicas.group))
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            for _, name, part in mesh_groups(p):
-                if ranks.issuperset(dist.get_process_group_ranks(part)):
-                    raise ValueError(
-                        'gradients="local" needs replicas that do not share a mesh, but gradients are averaged over '
-                        f"mesh dimension {name!r} in every step; shard each replica by itself, fully_shard(model, "
-                        'mesh=mesh["shard"]), and pass process_group=mesh.get_group("replicate")'
-                    )
-
-
-def trained_parameters(optimizer: Optimizer, model: nn.Module | None) -> list[nn.Parameter]:
-    """Every parameter of the optimizer and the model, each once."""
-    found: dict[int, nn.Parameter] = {}
-    groups: Iterable[Iterable[nn.Parameter]] = [g["params"] for g in optimizer.param_groups]
-    for source in [*groups, *([model.parameters()] if model is not None else [])]:
-        for parameter in source:
-            found.setdefault(_identity(parameter), parameter)
-    return list(found.values())
-
-
-def refuse_copies(optimizer: Optimizer, model: nn.Module | None) -> None:
-    """Raise where an optimizer trains none of the model's own parameters, but copies or shards made of them."""
-    own = {_identity(p) for p in model.parameters()} if model is not None else set()
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    if own and trained and not any(_identity(p) in own for p in trained):
-        raise ValueError(
-            f"the optimizer must train parameters of the model that is averaged, but none of its {len(trained)} "
-            "tensors is one: they are copies or shards that a wrapper made (mixed precision, ZeRO), and a mean of "
-            "those need not be a model. Let the optimizer train the model itself, or pass the model that it trains"
-        )
-
-
-def _identity(parameter: Tensor) -> int:
-    # DistributedDataParallel over tensor parallelism gives the module new parameters, of the same memory, each forward.
-    return parameter.data_ptr() if getattr(parameter, "_st_info", None) is not None else id(parameter)
-
-
-def check_parameters(parameters: Iterable[Tensor]) -> None:
-    """Refuse what has no well-defined mean."""
-    for index, parameter in enumerate(parameters):
-        if nn.parameter.is_lazy(parameter):
-            raise ValueError(
-                f"parameters must have a shape, but parameter {index} is a lazy one; run one forward pass first"
-            )
-        if parameter.layout != torch.strided:
-            raise ValueError(
-                f"parameters must be dense, but parameter {index} has layout {parameter.layout}, whose entries need "
-                "not match between replicas; use a dense parameter (sparse gradients are fine)"
-            )
-
-
-def shape_digest(tensors: Iterable[Tensor]) -> int:
-    """A number that differs between ranks whose tensors differ in count, shape or dtype."""
-    digest = 0
-    for t in tensors:
-        digest = zlib.crc32(f"{tuple(t.shape)}{t.dtype}".encode(), digest)
-    return digest
 
 
 def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

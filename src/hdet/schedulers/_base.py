@@ -250,7 +250,8 @@ class RoundScheduler:
 
         optimizer.register_load_state_dict_pre_hook(look)
         optimizer.register_load_state_dict_post_hook(restore_own_lr)
-        watches = loop.anchor is not None or loop.rollback is not None or loop.faults.skip_nonfinite
+        averager = loop.averager
+        watches = averager.anchor is not None or averager.fallback is not None or loop.skip_nonfinite
         # A compiled step must not trace these: what they count would be compiled again in every step.
         if watches or loop.apart:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]

@@ -12,24 +12,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet.controllers import Controller, EvidenceController, JointController
-from hdet.engine.rollback import Rollback
+from hdet.engine.averaging import Averager
+from hdet.engine.clock import Clock
+from hdet.engine.rollback import Fallback
 from hdet.engine.rounds import RoundLoop
 from hdet.knobs import Knob, LearningRate
 from hdet.knobs.knob_set import KnobSet
 from hdet.options import AnchorChoice, Groups
+from hdet.policy.rollback import Rollback
+from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import NO_PANEL, Panel, Steering
-from hdet.replicas.group import (
-    Replicas,
-    check_parameters,
-    find_replicas,
-    refuse_copies,
-    refuse_shared_gradients,
-    shape_digest,
-    trained_parameters,
-)
+from hdet.replicas.find import find_replicas, refuse_shared_gradients
+from hdet.replicas.group import Replicas
+from hdet.replicas.parameters import check_parameters, refuse_copies, shape_digest, trained_parameters
 from hdet.replicas.sharding import sharding
 from hdet.schedulers._common import Common
+from hdet.signals.base import Signal
 from hdet.signals.gradient import GradientSignal, default_sample_every
+from hdet.signals.loss import LossSignal
+from hdet.signals.probe import ProbeSignal
 from hdet.weights.anchor import Anchor
 from hdet.weights.averaged import Weights
 from hdet.weights.snapshot import Snapshot
@@ -41,10 +42,10 @@ FIRST_SCALES = {"gradient": 0.03, "loss": 0.2}
 """Where the learned scale starts, by signal: low enough that a schedule 30 times too high does no harm in its first
 rounds, and no lower than the signal can climb from in a few of them."""
 
-Signal = Literal["loss", "gradient"]
+SignalName = Literal["loss", "gradient"]
 
 
-def make_evidence_controller(signal: Signal, **settings: float) -> EvidenceController:
+def make_evidence_controller(signal: SignalName, **settings: float) -> EvidenceController:
     """The controller that goes with a signal, unless told otherwise.
 
     Losses of replicas have far larger standard errors than the first-order signal, so the same slope is fewer of them:
@@ -58,7 +59,7 @@ def starts_cold(total_steps: int | None, interval: int) -> bool:
     return total_steps is None or total_steps >= MIN_ROUNDS * interval
 
 
-def auto_settings(common: Common, signal: Signal) -> dict[str, Any]:
+def auto_settings(common: Common, signal: SignalName) -> dict[str, Any]:
     """The arguments of :func:`make_loop` that make AutoLR out of a schedule."""
     adapt, total = common.adapt, common.total_steps
     cold = starts_cold(total, common.interval)
@@ -144,7 +145,7 @@ def make_loop(
     groups: Groups,
     gated: bool = False,
     first_scale: float = 1.0,
-    signal: Signal = "loss",
+    signal: SignalName = "loss",
     anchor: AnchorChoice | None = None,
     rollback: bool = True,
     bounds: tuple[float, float] | None = None,
@@ -174,50 +175,66 @@ def make_loop(
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
     anchored = signal == "gradient" or (anchor != "round" and spread > 0)
     kept = Anchor(device=common.copies.anchor_device, dtype=common.copies.anchor_dtype) if anchored else None
-    gradient = None
+    signals: list[Signal] = []
     if signal == "gradient":
         assert kept is not None
         every = adapt.sample_every or default_sample_every(optimizer, interval)
-        gradient = GradientSignal(
-            kept, knob_of_group, sample_every=every, num_ranks=replicas.count * replicas.num_parts
-        )
+        num_ranks = replicas.count * replicas.num_parts
+        signals.append(GradientSignal(kept, knob_of_group, sample_every=every, num_ranks=num_ranks))
+    if knobs.probe is not None:
+        signals.append(ProbeSignal(knobs.probe, knobs.model))
+    elif signal == "loss" or panel.controller is not None:
+        signals.append(LossSignal())
+    shows = spread > 0 or any(not each.compares for each in signals)
     steering = Steering(
         num_knobs=max(knob_of_group) + 1,
         num_replicas=replicas.count if apart else 1,
         spread=spread,
         controller=controller,
         scale_bounds=bounds or adapt.bounds,
-        gated=gated and (spread > 0 or gradient is not None),
+        gated=gated and shows,
         seed=common.seed,
         round_index=step // interval,
-        first_scale=first_scale if spread > 0 or gradient is not None else 1.0,
+        first_scale=first_scale if shows else 1.0,
         panel=panel,
     )
-    undo = None
-    if (rollback if faults.rollback is None else faults.rollback) and (apart or gradient):
-        snapshot = Snapshot(common.copies.snapshot_device)
-        undo = Rollback(snapshot, faults.max_rollbacks, strict=faults.strict_rollbacks)
-    return RoundLoop(
-        optimizer,
-        Weights(optimizer, model, replicas),
-        replicas,
+    undoes = (rollback if faults.rollback is None else faults.rollback) and (apart or shows)
+    policy = RoundPolicy(
         steering,
-        knob_of_group=knob_of_group,
-        one_scale=together,
         interval=interval,
         acting=acting,
-        anchor=kept,
+        rollback=Rollback(faults.max_rollbacks, strict=faults.strict_rollbacks) if undoes else None,
+        quarantine=faults.quarantine,
+        anchored=kept is not None,
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
-        gradient=gradient,
-        rollback=undo,
-        step=step,
+        repairable=replicas.whole,
+    )
+    averager = Averager(
+        optimizer,
+        Weights(optimizer, model, replicas),
         apart=apart,
-        board=knobs,
+        shared_gradients=gradients != "local",
+        anchor=kept,
+        on_line=kept is not None and spread > 0,
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
+        fallback=Fallback(Snapshot(common.copies.snapshot_device)) if undoes else None,
+        overlap=averaging.overlap,
+        node_size=averaging.node_size,
+        node_rounds=averaging.node_rounds,
+        step=step,
+    )
+    return RoundLoop(
+        optimizer,
+        averager,
+        policy,
+        signals,
+        knobs=knobs,
+        knob_of_group=knob_of_group,
+        one_scale=together,
+        clock=Clock(averaging.slow_share),
         local=(lambda: _without_sync(model)) if gradients == "local" else None,
-        faults=faults,
-        averaging=averaging,
+        skip_nonfinite=faults.skip_nonfinite,
     )
 
 

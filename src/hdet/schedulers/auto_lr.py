@@ -32,7 +32,7 @@ from hdet.schedulers._base import (
     write_lr,
 )
 from hdet.schedulers._build import (
-    Signal,
+    SignalName,
     agree,
     auto_settings,
     make_knobs,
@@ -121,7 +121,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         )  # fmt: skip
         refuse_outer_step(common)
         refuse_second(optimizer)
-        kind: Signal = "loss" if signal == "loss" else "gradient"
+        kind: SignalName = "loss" if signal == "loss" else "gradient"
         spread = adapt.spread if kind == "loss" else 0.0
         beside = make_knobs(common, knobs)
         facts = {"schedule": type(schedule).__name__, "signal": signal, **common.facts()}
@@ -181,7 +181,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         self._refuse_repeats()
         with loop.lock:
             step = self._step + 1
-            self._check_alone(wait=step % loop.interval == 0)
+            self._check_alone(wait=loop.policy.is_due(step))
             if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
                 self.schedule.step()  # raises, before anything has changed
             if loss is not None:

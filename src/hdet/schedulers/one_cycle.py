@@ -308,7 +308,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
                 step, total_steps = self.last_epoch + 1, self.total_steps
                 if loop.active and self._schedule_lrs is not None:  # else it is OneCycleLR, which overwrites all
                     advice = "OneCycleAutoLR has its own schedule; AutoLR(schedule) goes around any others"
-                    self._refuse_foreign_lr(wait=step % loop.interval == 0, advice=advice)
+                    self._refuse_foreign_lr(wait=loop.policy.is_due(step), advice=advice)
                 due = step == total_steps or (step < total_steps and loop.needs_end_step(step))  # beyond, torch raises
                 if due and self._schedule_lrs is not None:  # inside SequentialLR a first step only starts the schedule
                     loop.end_step(step, self._schedule_lrs, last=step == total_steps)

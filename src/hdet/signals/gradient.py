@@ -7,17 +7,18 @@ needs no replicas, no weights apart, and has far less noise; it serves the learn
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import FloatArray, numbers_of, shown
+from hdet.checks import FloatArray, numbers_of, shown, whole_of
+from hdet.replicas.group import Replicas
 from hdet.replicas.sharding import local_tensor, num_shards, sharding
+from hdet.signals.base import Reading, Signal
 from hdet.weights.anchor import Anchor
 
 LARGE_MODEL = 10_000_000
@@ -37,15 +38,18 @@ def default_sample_every(optimizer: Optimizer, interval: int) -> int:
     return max(math.ceil(interval / MAX_SAMPLES), 8 if num_parameters > LARGE_MODEL else 1)
 
 
-class GradientSignal:
-    """Samples <g, theta - A> of each knob in optimizer steps, on the device; :meth:`drain` reads them once a round.
+class GradientSignal(Signal):
+    """Samples <g, theta - A> of each knob in optimizer steps, on the device; :meth:`share` reads them once a round.
 
     Args:
         anchor: A.
         knob_of_group: which knob each param group belongs to.
         sample_every: steps between samples, at least 1.
-        num_ranks: ranks whose samples :meth:`drain` adds up.
+        num_ranks: ranks whose samples :meth:`share` adds up.
     """
+
+    name = "gradient"
+    compares = False
 
     def __init__(self, anchor: Anchor, knob_of_group: list[int], *, sample_every: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -66,8 +70,8 @@ class GradientSignal:
             self._rows = [torch.cat([row, row.new_full((1,), math.nan)]) for row in self._rows]
 
     @torch.no_grad()
-    def sample(self, optimizer: Optimizer) -> None:
-        """Take a sample if one is due; to be called before an optimizer step, with its gradients in place."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Take a sample if one is due."""
         self.num_calls += 1
         if (self.num_calls - 1) % self.sample_every or len(self._rows) + len(self.samples) == MAX_SAMPLES:
             return
@@ -93,37 +97,45 @@ class GradientSignal:
         )
         self._rows.append(_unscaled(row, optimizer))
 
-    def collect(
-        self, group: dist.ProcessGroup | None, device: torch.device, parts: Sequence[dist.ProcessGroup] = ()
-    ) -> None:
-        """Bring the samples to the host, the same on every rank of ``group`` and ``parts``; a collective, and it waits.
+    def share(self, replicas: Replicas, losses: FloatArray) -> None:
+        """Bring the samples to the host, the same on every rank; a collective, and it waits for the device.
 
         Each rank adds its share: the whole dot product divided by the number of ranks where all hold all parameters,
         its shard's part where they are sharded.
         """
-        table = torch.full((MAX_SAMPLES, self.num_knobs), math.nan, dtype=torch.float64, device=device)
+        table = torch.full((MAX_SAMPLES, self.num_knobs), math.nan, dtype=torch.float64, device=replicas.device)
         if self._rows:
-            table[: len(self._rows)] = torch.stack([row.to(device) for row in self._rows]).double()
+            table[: len(self._rows)] = torch.stack([row.to(replicas.device) for row in self._rows]).double()
         self._rows = []
-        for each in (group, *parts):
-            if each is not None:
-                dist.all_reduce(table, group=each)
-        found = table.cpu().numpy()
+        found = replicas.sum_(table).cpu().numpy()
         self.samples = np.concatenate([self.samples, found[np.isfinite(found).any(axis=1)]])
 
-    def drain(
-        self, group: dist.ProcessGroup | None, device: torch.device, parts: Sequence[dist.ProcessGroup] = ()
-    ) -> tuple[FloatArray, FloatArray]:
-        """Mean and standard error of the round's samples, shape (K,) each, the same on every rank; NaN without any."""
-        self.collect(group, device, parts)
-        found = mean_and_error(self.samples)
+    def drain(self) -> Reading:
+        """Mean and standard error of the round's samples."""
+        found = Reading(slopes=mean_and_error(self.samples))
         self.forget()
         return found
 
     def forget(self) -> None:
-        """Drop the samples of a round that is over, or does not count."""
         self.samples = np.empty((0, self.num_knobs))
         self._rows = []
+
+    def refuse_capture(self) -> None:
+        raise RuntimeError(
+            'optimizer.step() must not be captured in a CUDA graph with signal="gradient": a replay takes no new '
+            "sample; capture forward and backward, and call optimizer.step() after each replay"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_calls": self.num_calls, "samples": self.samples.tolist()}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        whole_of(state["num_calls"], "num_calls")
+        unpack_samples(state["samples"], self.num_knobs)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.forget()
+        self.num_calls, self.samples = int(state["num_calls"]), unpack_samples(state["samples"], self.num_knobs)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The signal: each replica's mean loss over a round (L_r of Eq. 4), summed where the losses live."""
+"""The loss signal: each replica's mean loss over a round (L_r of Eq. 4), summed where the losses live."""
 
 from __future__ import annotations
 
@@ -8,10 +8,35 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from hdet.checks import FloatArray
+from hdet.replicas.group import Replicas
+from hdet.signals.base import Reading, Signal
+
 Loss = Tensor | float
 
 FEW = 8
 """So many float32 losses are summed in float32, which is faster, before their sum goes into a float64."""
+
+
+class LossSignal(Signal):
+    """Compares replicas by the losses they train on. Every mode collects these: there is nothing else to measure."""
+
+    name = "loss"
+    needs_losses = True
+
+    def __init__(self) -> None:
+        self._losses: FloatArray | None = None
+
+    def share(self, replicas: Replicas, losses: FloatArray) -> None:
+        self._losses = losses
+
+    def drain(self) -> Reading:
+        found = Reading(losses=self._losses)
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        self._losses = None
 
 
 class LossMeter:

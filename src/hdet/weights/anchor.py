@@ -27,6 +27,8 @@ class Anchor:
         self.device = device
         self.dtype = dtype
         self.copies: list[Tensor] = []
+        self.differ_from: int | None = None
+        """From which copy on replicas' may differ; None where they are the same."""
 
     @torch.no_grad()
     def renew(self, parameters: Iterable[Tensor]) -> None:

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from hdet.checks import BoolArray
 from hdet.replicas.average import Buffers, Flight, is_healthy, mean_, memory_view
-from hdet.replicas.group import Replicas, shape_digest, trained_parameters
+from hdet.replicas.group import Replicas
+from hdet.replicas.parameters import shape_digest, trained_parameters
 from hdet.replicas.sharding import local_tensor
 
 
@@ -118,7 +119,7 @@ class Weights:
         """The mean of other tensors, such as an optimizer's state."""
         mean_([memory_view(t) for t in tensors], self.replicas, healthy.tolist(), self._buffers)
 
-    def mend(self, tensors: Iterable[Tensor], healthy: BoolArray, *, alike: bool) -> None:
+    def repair(self, tensors: Iterable[Tensor], healthy: BoolArray, *, alike: bool) -> None:
         """A replica that is not healthy receives the mean of the others, who keep what they have to the last bit.
 
         Where the others are ``alike`` one of them gives: a mean of equal numbers can differ from them in the last bit.

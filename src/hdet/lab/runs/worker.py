@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdet import AutoLR, OneCycleAutoLR
 from hdet.command_line import UsageError
-from hdet.engine.rollback import BrokenError
 from hdet.lab.recipes import make_torch_optimizer
 from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs.settings import Settings, make_scheduler, open_task
 from hdet.lab.runs.stopping import Stop
 from hdet.lab.tasks.base import batch_of
+from hdet.policy.rollback import BrokenError
 from hdet.signals.probe import Probe
 
 

@@ -153,6 +153,16 @@ class StackedModels:
         return distances
 
     @torch.no_grad()
+    def repair(self, healthy: Tensor) -> None:
+        """Replicas where ``healthy`` (R, N) is False receive the mean of their run's others, optimizer state too."""
+        for tensor in self._everything().values():
+            if tensor.shape[1] == self.num_replicas and tensor.is_floating_point():  # what all share needs no repair
+                counts = healthy.to(tensor.device).view(*healthy.shape, *[1] * (tensor.dim() - 2))
+                zeros = torch.zeros_like(tensor)
+                mean = torch.where(counts, tensor, zeros).sum(1, keepdim=True) / counts.sum(1, keepdim=True)
+                tensor.copy_(torch.where(counts, tensor, mean))
+
+    @torch.no_grad()
     def copy_replicas(self, sources: Tensor) -> None:
         """Every replica takes weights, buffers and optimizer state from replica ``sources`` (R, N) of its run."""
         sources = sources.to(self.weights.device)

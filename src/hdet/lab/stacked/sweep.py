@@ -1,8 +1,8 @@
 """Many runs side by side on the stacked engine, steered by the code that steers real processes.
 
 A run is a task, a starting learning rate, a seed and a method; runs with the same number of replicas train as one
-batched computation. Every number comes out of the same :class:`~hdet.policy.steering.Steering`, controllers and guard
-as in :class:`~hdet.engine.rounds.RoundLoop`; only averaging and placing weights are the stacked engine's own.
+batched computation. Every decision is that of the :class:`~hdet.policy.round.RoundPolicy` which decides for
+:class:`~hdet.engine.rounds.RoundLoop` too; only averaging and placing weights are the stacked engine's own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hdet.checks import FloatArray
+from hdet.checks import BoolArray, FloatArray
 from hdet.controllers import Controller, PaperController
-from hdet.engine.rollback import CUT, Budget
 from hdet.lab.recipes import SweepMethod as Method
 from hdet.lab.recipes import make_optimizer, schedule_table
 from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.inputs import row_table, warm_noise
 from hdet.lab.stacked.optim import StackedOptimizer
 from hdet.lab.tasks.base import Task
-from hdet.policy.guard import Guard, GuardState
+from hdet.policy.rollback import BrokenError, Rollback
+from hdet.policy.round import Observed, RoundPolicy, Verdict
 from hdet.policy.steering import Steering
 from hdet.schedulers._build import FIRST_SCALES, make_evidence_controller
 from hdet.signals.gradient import mean_and_error
@@ -51,7 +51,7 @@ class Run:
         interval: T.
         spread: alpha.
         start, hold: shares of the run before and after which the scale holds still.
-        first_scale, gated, rollback: as in AutoLR.
+        first_scale, gated, rollback, quarantine: as in AutoLR.
         controller: arguments of the controller.
         warm_noise: nu of Eq. 10, per tensor: start from the checkpoint of the seed, each replica with its own noise.
             None for freshly built weights.
@@ -69,6 +69,7 @@ class Run:
     first_scale: float | None = None
     gated: bool = True
     rollback: bool = True
+    quarantine: float | None = None
     controller: dict[str, float] = field(default_factory=dict)
     warm_noise: float | None = None
     label: str = ""
@@ -103,9 +104,10 @@ class Result:
         run: its configuration.
         validation: figures at the final mean weights, ``loss`` first.
         train_loss: mean loss over replicas, round by round.
-        base_lr: centre of the learning rate, round by round.
+        base_lr: centre of the first param group's learning rate, round by round.
         z: the controller's evidence, round by round, of the first knob.
         num_rollbacks: how often it was set back.
+        error: why it could not go on, where a run on real processes would have ended; its ``validation`` is then NaN.
     """
 
     run: Run
@@ -114,18 +116,26 @@ class Result:
     base_lr: list[float] = field(default_factory=list)
     z: list[float] = field(default_factory=list)
     num_rollbacks: int = 0
+    error: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class _Steered:
-    """One run's numbers: steering, guard and record."""
+    """One run's numbers: policy and record.
 
-    def __init__(self, run: Run, num_steps: int) -> None:
+    Args:
+        run: its configuration.
+        num_steps: of the whole run.
+        num_groups: param groups. The paper has a learning rate for each, AutoLR one for all.
+    """
+
+    def __init__(self, run: Run, num_steps: int, num_groups: int = 1) -> None:
         self.run = run
+        self.knob_of_group = list(range(num_groups)) if run.method in ("spread", "paper") else [0] * num_groups
         self.steering = Steering(
-            num_knobs=1,
+            num_knobs=max(self.knob_of_group) + 1,
             num_replicas=run.num_replicas,
             spread=run.spread if run.method in ("spread", "anchored", "paper", "loss") else 0.0,
             controller=run.make_controller(),
@@ -134,41 +144,43 @@ class _Steered:
             seed=run.seed,
             first_scale=run.make_first_scale(),
         )
-        self.guard, self.guard_state = Guard(), GuardState()
-        self.budget = Budget(MAX_ROLLBACKS)
-        self.acting = (run.start * num_steps, (1 - run.hold) * num_steps)
+        self.policy = RoundPolicy(
+            self.steering,
+            interval=run.interval,
+            acting=(run.start * num_steps, (1 - run.hold) * num_steps),
+            rollback=Rollback(MAX_ROLLBACKS) if run.is_auto and run.rollback else None,
+            quarantine=run.quarantine,
+            anchored=run.is_auto,
+        )
         self.result = Result(run)
-        self.wants_new_anchor = False
 
     @property
     def anchored(self) -> bool:
         return self.run.method in ("loss", "anchored")
 
-    def end_round(self, step: int, losses: FloatArray, samples: FloatArray, base: float) -> bool:
-        """Take in a round; returns whether it has to be undone."""
-        finite = losses[np.isfinite(losses)]
-        mean = float(finite.mean()) if len(finite) else math.nan
-        broken = self.wants_new_anchor = False
-        info: dict[str, Any] = {}
-        held = self.budget.spent
-        if self.run.is_auto and self.run.rollback:
-            self.guard_state, healthy = self.guard.update(self.guard_state, mean)
-            broken = not healthy
-        if broken:
-            self.steering.cut(CUT)
-            self.budget.take()
-            self.result.num_rollbacks += 1
-        else:
-            self.budget.recover()
-        if not broken and not held and self.acting[0] < step <= self.acting[1]:
+    def lrs(self, scheduled: float) -> FloatArray:
+        """The learning rate of each replica (row) and param group (column)."""
+        base = scheduled * self.run.lr * self.steering.scales
+        lrs: FloatArray = (base[:, None] * self.steering.multipliers)[self.knob_of_group].T
+        return lrs
+
+    def end_round(
+        self, step: int, losses: FloatArray, finite: BoolArray, samples: FloatArray, scheduled: float, *, last: bool
+    ) -> Verdict | None:
+        """Take in a round. None where the run cannot go on."""
+        verdict = None
+        if not self.result.error:
             slopes = mean_and_error(samples) if self.run.method == "gradient" else None
-            info = self.steering.decide(losses, slopes)
-            self.wants_new_anchor = self.run.is_auto and self.steering.wants_new_anchor()
-        self.result.train_loss.append(mean)
-        self.result.base_lr.append(base * self.run.lr * float(self.steering.scales[0]))
-        self.result.z.append(info.get("z", (math.nan,))[0])
-        self.steering.next_round()
-        return broken
+            try:
+                verdict = self.policy.end_round(Observed(step, losses, finite, slopes=slopes, last=last))
+            except BrokenError as error:
+                self.result.error = str(error)
+        seen = losses[np.isfinite(losses)]
+        self.result.train_loss.append(float(seen.mean()) if len(seen) else math.nan)
+        self.result.base_lr.append(scheduled * self.run.lr * float(self.steering.scales[0]))
+        self.result.z.append(verdict.looked.lrs.get("z", (math.nan,))[0] if verdict is not None else math.nan)
+        self.result.num_rollbacks = verdict.num_rollbacks if verdict is not None else self.result.num_rollbacks
+        return verdict
 
 
 def sweep(
@@ -253,27 +265,30 @@ def _stacked_sweep(
         graph=device.startswith("cuda"),
     )
     rows = row_table(task, [run.seed for run in runs], num_steps, num_replicas).to(device)
-    steered = [_Steered(run, num_steps) for run in runs]
+    steered = [_Steered(run, num_steps, len(groups)) for run in runs]
     total = torch.zeros(len(runs), num_replicas, dtype=torch.float64, device=device)
     slopes = torch.zeros(interval, len(runs), dtype=torch.float64, device=device)
+    num_taken = 0
     for step in range(num_steps):
         if step:
             for s in steered:
-                s.steering.rise(np.array([math.log(table[step] / table[step - 1])]))
-        lrs = np.stack([table[step] * s.run.lr * s.steering.scales[0] * s.steering.multipliers[0] for s in steered])
-        lrs_on_device = torch.from_numpy(lrs).to(device, dtype, non_blocking=True)
-        found = engine.step(task.gather(rows[step]), lrs_on_device.unsqueeze(-1).expand(-1, -1, len(groups)))
+                s.steering.rise(np.full(len(s.steering.scales), math.log(table[step] / table[step - 1])))
+        lrs = torch.from_numpy(np.stack([s.lrs(table[step]) for s in steered]))
+        found = engine.step(task.gather(rows[step]), lrs.to(device, dtype, non_blocking=True))
         total += found.losses
-        slopes[step % interval] = found.slopes.sum(-1)
-        num_taken = step % interval + 1
+        slopes[num_taken] = found.slopes.sum(-1)
+        num_taken += 1
         last = step + 1 == num_steps
-        if last or num_taken == interval:
+        if steered[0].policy.is_due(step + 1, last=last):
             _end_round(engine, steered, step + 1, total / num_taken, slopes[:num_taken], float(table[step]), last=last)
             total.zero_()
+            num_taken = 0
             progress(step + 1)
     for index, s in enumerate(steered):
         model = engine.mean_model(index)
         s.result.validation = task.evaluate(model)
+        if s.result.error:
+            s.result.validation = dict.fromkeys(s.result.validation, math.nan)
         on_end(s.run, model)
     return [s.result for s in steered]
 
@@ -284,26 +299,27 @@ def _end_round(
     step: int,
     losses: Tensor,
     slopes: Tensor,
-    base: float,
+    scheduled: float,
     *,
     last: bool,
 ) -> None:
-    broken = torch.tensor(
-        [
-            s.end_round(step, row, samples[:, None], base)
-            for s, row, samples in zip(steered, losses.cpu().numpy(), slopes.cpu().numpy().T, strict=True)
-        ]
-    )
+    finite = engine.weights.isfinite().all(-1).cpu().numpy()
+    found = zip(steered, losses.cpu().numpy(), finite, slopes.cpu().numpy().T, strict=True)
+    verdicts = [s.end_round(step, row, fine, samples[:, None], scheduled, last=last) for s, row, fine, samples in found]
+    broken = torch.tensor([v is not None and v.go_back for v in verdicts])
+    healthy = [np.ones(engine.num_replicas, dtype=bool) if v is None or v.go_back else v.healthy for v in verdicts]
+    if not np.all(healthy):
+        engine.repair(torch.from_numpy(np.stack(healthy)))
     # Plain data parallel never averages weights, so replicas that start apart stay apart.
     engine.converge(torch.tensor([s.run.method != "fixed" for s in steered]))
     if broken.any():
         engine.restore(broken)
     engine.snapshot(~broken)
-    renewed = torch.tensor([s.wants_new_anchor for s in steered])
+    renewed = torch.tensor([v is not None and v.new_anchor for v in verdicts])
     if renewed.any():
         engine.set_anchor(renewed)
     if not last and any(s.anchored for s in steered):
         # Multiplier 1 leaves the replicas of a run without an anchor at their mean.
-        rho = [s.steering.multipliers.T if s.anchored else np.ones((engine.num_replicas, 1)) for s in steered]
-        multipliers = torch.from_numpy(np.stack(rho))
-        engine.place(multipliers.to(engine.weights.device).expand(-1, -1, len(engine.group_names)))
+        ones = np.ones((engine.num_replicas, len(engine.group_names)))
+        rho = [s.steering.multipliers[s.knob_of_group].T if s.anchored else ones for s in steered]
+        engine.place(torch.from_numpy(np.stack(rho)).to(engine.weights.device))
