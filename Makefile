@@ -20,8 +20,9 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 demo: .venv/.demo
 	$(BIN)/hdet demo
 
+# In the order of the folders: files with few tests, which xdist would leave for the end, are among the longest.
 test: lint types browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # A test opens a report in a real browser, and is skipped where there is none.
 browser:

@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class UsageError(Exception):
-    """What the user can put right: one line, no traceback, exit status 2."""
+    """A mistake of the user: one line, no traceback, exit status 2."""
 
 
 class Options:
-    """Base of the dataclasses of options: what a check that fails says."""
+    """Base of the dataclasses of options."""
 
     def require(self, name: str, rule: str, ok: bool) -> None:
         """UsageError that names the option, the rule and the value, unless ``ok``."""

@@ -339,7 +339,7 @@ def test_the_command_runs_every_method(
     options = "--optimizer sgd --seeds 0 1 --steps 40 --replicas 2 --starts 1e-2 0.1 100 --json copy.json --out out"
     assert cli.main(["compare", "quadratic", *options.split(), *SMALL, "--methods", *methods]) == 0
     shown = capsys.readouterr().out
-    assert "dog is left out: it needs dog-optimizer; install it with: pip install dog-optimizer" in shown
+    assert "dog is skipped: it needs dog-optimizer; install it with: pip install dog-optimizer" in shown
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert json.loads((tmp_path / "copy.json").read_text()) == results
     found = {(run["method"], run["start"], run["seed"]) for run in results["runs"]}
@@ -367,7 +367,7 @@ def test_nothing_to_run_is_no_report(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prodigyopt", None)
     assert cli.main(["compare", "quadratic", *SMALL, "--replicas", "2", "--methods", "prodigy", "--out", "out"]) == 0
-    assert "prodigy is left out: it needs prodigyopt" in capsys.readouterr().out
+    assert "prodigy is skipped: it needs prodigyopt" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "results.json").read_text())["runs"] == []
     assert not (tmp_path / "out" / "report.html").exists()
 

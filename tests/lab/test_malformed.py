@@ -25,7 +25,7 @@ from hdet.lab.runs.settings import from_dict
 from run_folders import NUM_STEPS, entries, facts, write
 
 WRONG: list[Any] = [
-    *(None, True, "", "text", 0, -1, 7, 2.5, -1e-3, 1e308, 10**30, 10**400, float("nan"), float("inf")),
+    *(None, True, "", "text", 0, -1, 2.5, 1e308, 10**30, 10**400, float("nan"), float("inf")),
     *([], {}, [[]], [None], ["text"], {"a": None}, {"a": {}}, {"z": [[1]]}),
 ]
 FILES: dict[str, bytes] = {

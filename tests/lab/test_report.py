@@ -187,7 +187,7 @@ def test_watch_shows_how_a_run_stands(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(r"loss +2\.3500 +█▇.*▁", out)
     assert re.search(r"lr no_decay +0\.00018 0\.00022", out)
     assert re.search(r"z +7\.00 +▁", out)
-    assert re.search(r"undone +1", out)
+    assert re.search(r"rollbacks +1", out)
 
 
 def test_watch_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_the_program_is_installed() -> None:
         (["ablate", "quadratic", "--replicas", "5"], r"--replicas must divide the 32 rows .* but got 5"),
         (["ablate", "quadratic", "--spread", "0"], r"--spread must be in \(0, 1\), but got 0.0"),
         (["ablate", "quadratic", "--steps", "0"], r"--steps must be an integer >= 1, but got 0"),
-        (["ablate", "quadratic", "--steps", "9"], r"--steps must be more than 10 .* but got 9; take more, or another"),
+        (["ablate", "quadratic", "--steps", "9"], r"--steps must be more than 10 .* but got 9; use more, or another"),
         (["ablate", "quadratic", "--interval", "2000"], r"--interval must be at most the 1000 steps .* but got 2000"),
         (["ablate", "quadratic", "--device", "abacus"], r"--device must be cpu or cuda, but got 'abacus'"),
         (["ablate", "quadratic", "--low-lr", "0"], r"--low-lr must be a finite number > 0, but got 0.0"),
@@ -123,7 +123,7 @@ def test_the_program_is_installed() -> None:
         (["ablate", "quadratic", "--rate", "inf"], r"--rate must be a finite number >= 0, but got inf"),
         (["ablate", "quadratic", "--temperature", "0"], r"--temperature must be a finite number > 0, but got 0.0"),
         (["ablate", "quadratic", "--json", "no/r.json"], r"--json must be a file in a folder .* but got no/r.json"),
-        (["ablate", "quadratic", "--json", "."], r"--json must be a file, but \. is a folder; for a folder .*--out"),
+        (["ablate", "quadratic", "--json", "."], r"--json must be a file, but \. is a folder; use --out for a folder"),
         (["ablate", "quadratic", "--out", "."], r"--out must be a new folder, but \. exists; choose another"),
         (
             ["ablate", "quadratic", "--out", "/proc/a"],

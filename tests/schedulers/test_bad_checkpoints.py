@@ -231,7 +231,10 @@ def test_resuming_from_a_bad_file_says_why(stopped: Path, tmp_path: Path, capsys
         *((whole[: len(whole) * part // 8], cannot) for part in range(8)),
         (_Malicious(marker), cannot),
         ({**good, "scheduler": _Malicious(marker)}, cannot),
-        ([1, 2], r"must be one of hdet train, but \S+ has no \['step', 'time_s', 'model', 'optimizer', 'scheduler'\]"),
+        (
+            [1, 2],
+            r"must be written by hdet train, but \S+ has no \['step', 'time_s', 'model', 'optimizer', 'scheduler'\]",
+        ),
         ({"model": good["model"]}, r"has no \['step', 'time_s', 'optimizer', 'scheduler'\]"),
         (_edit(good, "model", value={"weight": torch.zeros(2)}), r"the checkpoint of \S+ is of another model: "),
         (_edit(good, "model", value=None), r"the checkpoint of \S+ is of another model: "),

@@ -49,6 +49,8 @@ class Quadratic:
         self.curvature = torch.logspace(-math.log10(CONDITION), 0, DIM, dtype=torch.float64)
         self.noise = NOISE * torch.randn(4096, DIM, generator=g, dtype=torch.float64)
         self.validation_rows = torch.arange(len(self.noise))
+        batches = [[self.noise[self.rows(step, seed=seed)].numpy().mean(0) for seed in SEEDS] for step in range(STEPS)]
+        self.means = np.array(batches)  # (steps, seeds, DIM)
 
     def to(self, device: torch.device | str) -> Quadratic:
         return self
@@ -85,8 +87,7 @@ def fixed_excess(task: Quadratic, lrs: list[float]) -> list[float]:
     velocity = np.zeros_like(place)
     with np.errstate(over="ignore", invalid="ignore"):
         for step in range(STEPS):
-            rows = [task.noise[task.rows(step, seed=seed)].numpy().mean(0) for seed in SEEDS]
-            velocity = 0.9 * velocity + curvature * (place - np.stack(rows))
+            velocity = 0.9 * velocity + curvature * (place - task.means[step])
             place = place - lr * table[step] * velocity
         found = 0.5 * (curvature * place**2).sum(-1)
     medians: list[float] = np.median(np.where(np.isfinite(found), found, np.inf), axis=1).tolist()

@@ -34,7 +34,7 @@ SLOW_RANK = 1.5
 
 
 class CheckupError(Exception):
-    """What keeps HDET from working here. All ranks find it at the same place, unless one is ``alone`` with it."""
+    """Why HDET cannot work here. All ranks raise it at the same point, unless one is ``alone`` with it."""
 
     def __init__(self, message: str, *, alone: bool = False) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class CheckupError(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """What the ranks have to agree about; the options of ``hdet doctor`` have their meaning."""
+    """What the ranks must agree on; the fields are options of ``hdet doctor``."""
 
     model: str | None
     parameters: float
@@ -72,7 +72,7 @@ def examine(question: Question) -> dict[str, Any]:
 
 
 def no_report(num_ranks: int, problems: list[str]) -> dict[str, Any]:
-    """What can be said without any rank's report, and what all begin with."""
+    """The start of every report, and all there is where no rank reported."""
     known = {"ranks": num_ranks, "versions": versions(), "failed_alone": False}
     return {**known, "warnings": [], "problems": problems}
 
@@ -88,7 +88,7 @@ def _examine(question: Question, report: dict[str, Any]) -> None:
     _agree({**versions(), **asdict(question)})
     subject, failure = _make(question)
     parameters = [] if subject is None else trained_parameters(subject.optimizer, subject.model)
-    # A rank without a model does not wait: the others may not come, and hear of it when they do.
+    # A rank without a model does not wait: the others may never come, and learn of it if they do.
     _agree({"model": failure or "made", "shapes": shape_digest(parameters)}, wait=not failure)
     if subject is None:
         raise CheckupError(failure, alone=True)
@@ -113,7 +113,7 @@ def _examine(question: Question, report: dict[str, Any]) -> None:
     if found > question.max_share:
         raise CheckupError(
             f"HDET takes {found:.2%} of the time at T = {question.interval}, more than --max-share "
-            f"{question.max_share:.2%}; take a longer --interval, or --method gradient, which sends no weights"
+            f"{question.max_share:.2%}; use a longer --interval, or --method gradient, which sends no weights"
         )
 
 
@@ -128,7 +128,7 @@ def _agree(facts: dict[str, Any], *, wait: bool = True) -> None:
 
 
 def _make(question: Question) -> tuple[Subject | None, str]:
-    """The model and its optimizer, or why there are none: the other ranks have to hear of it."""
+    """The model and its optimizer, or why they could not be made: the other ranks have to know."""
     try:
         if question.model is not None:
             return load(question.model), ""

@@ -26,40 +26,40 @@ from hdet.command_line import Options, UsageError, parse, torchrun_rank
 from hdet.launch import ReplicaError, launch
 
 PATIENCE = 5
-"""How many collectives' worth of time the whole examination may take."""
+"""The whole check may take so many times the timeout of one collective."""
 A_MOMENT_S = 1.0
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True)
 class DoctorOptions(Options):
-    """Examine a cluster: do ranks agree, are there replicas, what does HDET cost here, which traps are there?
+    """Check a cluster: do ranks agree, are there replicas, what does HDET cost here, what may go wrong?
 
     Under torchrun: torchrun ... -m hdet doctor; on this machine alone: hdet doctor --replicas 4.
     Exit status 0 if HDET will work, perhaps with warnings; 1 if there is a problem; 2 for wrong options.
     """
 
     replicas: int | None = None
-    """Local processes to start, each a replica. Under torchrun the processes there are."""
+    """Local processes to start, each a replica. Under torchrun: leave it out."""
     model: str | None = None
     """package.module:function that returns a model, (model, optimizer) or (model, optimizer, step); step() trains one
     step. Default a stand-in."""
     parameters: float = 1e7
-    """Of the stand-in, e.g. 1e9."""
+    """Parameters of the stand-in, e.g. 1e9."""
     tensors: int = 100
-    """That the stand-in's parameters are in."""
+    """Tensors of the stand-in."""
     method: Method = "loss"
-    """What to examine for: OneCycleAutoLR (paper), or AutoLR with the loss or the gradient signal."""
+    """What to check: OneCycleAutoLR (paper), or AutoLR with the loss or the gradient signal."""
     interval: int = 1000
     """T, steps of a round."""
     step_ms: float | None = None
-    """Milliseconds of a training step, if you know better than the measurement."""
+    """Milliseconds of a training step; default measured."""
     max_share: float = 0.05
     """Share of the time above which HDET's cost is a problem."""
     device: str | None = None
     """cpu or cuda; default cuda where there is one."""
     timeout_s: float = 60.0
-    """Seconds that ranks wait for each other; five times that for all of it."""
+    """Seconds that ranks wait for each other; the whole check may take five times as long."""
     json: bool = False
     """Print the report as JSON."""
 
@@ -121,7 +121,7 @@ def _local_rank(question: Question) -> dict[str, Any]:
 
 
 def _main_under_torchrun(options: DoctorOptions, question: Question, rank: int) -> int:
-    # Whatever a user's model waits for, the processes end, and say where they were.
+    # Should the user's model hang, the processes still end, and show where.
     faulthandler.dump_traceback_later(PATIENCE * options.timeout_s, exit=True, file=2)
     try:
         _take_gpu(question.device, int(os.environ.get("LOCAL_RANK", rank)))
@@ -134,7 +134,7 @@ def _main_under_torchrun(options: DoctorOptions, question: Question, rank: int) 
             _tell(report, as_json=options.json)
         elif report["failed_alone"]:
             print("\n".join(f"hdet doctor: {problem}" for problem in report["problems"]), file=sys.stderr, flush=True)
-        # torchrun ends all as soon as one has failed: rank 0 should have told by then.
+        # torchrun ends all ranks as soon as one has failed: let rank 0 report first.
         if report["failed_alone"]:
             time.sleep(A_MOMENT_S)
         else:
@@ -167,7 +167,7 @@ def _tell(report: dict[str, Any], *, as_json: bool) -> None:
         for text in report[f"{kind}s"]:
             console.print(f"{kind}: {text}", markup=False)
     if not report["problems"]:
-        console.print("HDET will work here." + (" Mind the warnings." if report["warnings"] else ""))
+        console.print("HDET will work here." + (" See the warnings above." if report["warnings"] else ""))
     sys.stdout.flush()
 
 

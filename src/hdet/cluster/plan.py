@@ -1,4 +1,4 @@
-"""``hdet plan``: what HDET will cost on a cluster that is not at hand, from the size of the model and data sheets."""
+"""``hdet plan``: what HDET will cost on a cluster you do not have yet, from the size of the model and data sheets."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class PlanOptions(Options):
     """
 
     parameters: float = 1e9
-    """Of one rank, e.g. 7e9; where a replica is sharded, of its shard."""
+    """Parameters of one rank, e.g. 7e9; of its shard where a replica is sharded."""
     dtype_bytes: int = 4
-    """Of a parameter in memory. Averages are sent in float32 at least."""
+    """Bytes of a parameter in memory. Averages are sent in float32 at least."""
     replicas: int = 8
-    """N."""
+    """N, the number of replicas."""
     interval: int = 1000
     """T, steps of a round."""
     step_ms: float | None = None

@@ -39,7 +39,7 @@ class BaselineRun:
     """One run.
 
     Attributes:
-        task, data, task_options: what to open where the task is not at hand.
+        task, data, task_options: what to open where no task is passed.
         method: one of :data:`PACKAGES`.
         lr: of Schedule-Free; None for the others.
         seed: of weights and data order.
@@ -74,17 +74,17 @@ def is_baseline(method: str) -> TypeGuard[BaselineMethod]:
 
 
 def missing_package(method: BaselineMethod) -> str | None:
-    """A line that says what to install, where the method's package is not there."""
+    """What to install, where the method's package is missing."""
     module, package = PACKAGES[method]
     try:
         importlib.import_module(module)
     except ImportError:
-        return f"{method} is left out: it needs {package}; install it with: pip install {package}"
+        return f"{method} is skipped: it needs {package}; install it with: pip install {package}"
     return None
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that are there."""
+    """Versions of the installed packages."""
     found = {}
     for _, package in PACKAGES.values():
         try:
@@ -128,7 +128,7 @@ def train(run: BaselineRun, task: Task | None = None) -> Outcome:
         try:
             optimizer.step()
             final.step()
-        except AssertionError:  # DoG stops where its sum of gradients is no number any more
+        except AssertionError:  # DoG stops where its sum of gradients is NaN
             losses.append(torch.full_like(loss, math.nan))
             break
     # A run that stopped has no model worth evaluating.

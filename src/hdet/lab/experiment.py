@@ -37,7 +37,7 @@ class LabOptions(RunOptions):
     task: Annotated[str, Positional, arg(metavar="TASK")]
     """What to train: stdlib-gpt, small-gpt, quadratic, or one with data of its own."""
     seeds: tuple[int, ...] = (0,)
-    """Of weights, data order and permutations; all is repeated for each."""
+    """Seeds of weights, data order and permutations; everything runs once for each."""
     optimizer: OptimizerName = "adam"
     """Adam (.9, .95), AdamW with weight decay .1, SGD with momentum .9, Lion, Muon with Adam."""
     schedule: ScheduleName = "one-cycle"
@@ -69,10 +69,10 @@ class LabOptions(RunOptions):
         if self.json is not None and not self.json.parent.is_dir():
             raise UsageError(f"--json must be a file in a folder that exists, but got {self.json}")
         if self.json is not None and self.json.is_dir():
-            raise UsageError(f"--json must be a file, but {self.json} is a folder; for a folder there is --out")
+            raise UsageError(f"--json must be a file, but {self.json} is a folder; use --out for a folder")
 
     def task_options(self) -> dict[str, Any]:
-        """The repeated NAME=VALUE, with numbers where they are some."""
+        """The task options as a dict; values that are JSON, such as numbers, are parsed."""
         found: dict[str, Any] = {}
         for text in self.task_option:
             name, equals, value = text.partition("=")

@@ -218,7 +218,7 @@ def summarise(experiment: Experiment, result: Result) -> dict[str, Any]:
 def _seed_table(rows: Sequence[dict[str, Any]]) -> Table:
     figures = list(dict.fromkeys(name for row in rows for name in row["validation"]))
     heads = ["configuration", "LR", "seed", "train loss", *(f"validation {name}" for name in figures)]
-    table = Table("Every run", [*heads, "LR at half", "undone", "diverged at step"])
+    table = Table("Every run", [*heads, "LR at half", "rollbacks", "diverged at step"])
     for row in rows:
         table.rows.append(
             [

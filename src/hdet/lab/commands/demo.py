@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from hdet.command_line import parse
-from hdet.lab.commands.report import write_report
 from hdet.lab.commands.train import Job, prepare, run
 from hdet.lab.recipes import TrainMethod
 from hdet.lab.runs.progress import RunBar
@@ -63,6 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     fixed, auto = (ends[method]["validation"]["loss"] for method in RUNS)
     if fixed is not None and auto is not None:
         console.print(f"From the same start AutoLR ends with a validation loss {1 - auto / fixed:.0%} lower.")
+    from hdet.lab.commands.report import write_report  # its packages draw: not before there is something to draw
+
     report = write_report([job.folder for job in jobs.values()], out / "report")
     console.print(f"Report, to be opened in a browser: {report}", soft_wrap=True)
     return 0 if all(end["status"] == "done" for end in ends.values()) else 1

@@ -82,7 +82,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
                 )
             found.update(dict.fromkeys(below))
     if not found:
-        raise UsageError("RUN must name at least one run folder, but there is none; hdet train writes one")
+        raise UsageError("RUN must name at least one run folder, but got none; hdet train writes one")
     return list(found)
 
 
@@ -125,14 +125,14 @@ def _seed_table(groups: Sequence[Group]) -> Table:
     runs = [run for group in groups for run in group.runs]
     figures = list(dict.fromkeys(name for run in runs for name in _validation(run)))
     table = Table(
-        "Every run", ["configuration", "seed", *(f"validation {name}" for name in figures), "undone", "state", "s"]
+        "Every run", ["configuration", "seed", *(f"validation {name}" for name in figures), "rollbacks", "state", "s"]
     )
     for group in groups:
         for run in group.runs:
             values = [number(_validation(run).get(name)) for name in figures]
-            undone = str(run.rounds[-1]["num_rollbacks"])
+            rollbacks = str(run.rounds[-1]["num_rollbacks"])
             seconds = f"{(run.end or run.rounds[-1])['time_s']:.0f}"
-            table.rows.append([group.label, str(run.config["seed"]), *values, undone, run.status, seconds])
+            table.rows.append([group.label, str(run.config["seed"]), *values, rollbacks, run.status, seconds])
     return table
 
 

@@ -46,7 +46,7 @@ class TrainOptions(Settings):
     out: Path | None = None
     """New folder for the run; default runs/TASK-METHOD-LR-sSEED-TIME."""
     resume: Path | None = None
-    """Folder of an unfinished run to go on with; its settings hold."""
+    """Folder of an unfinished run to continue with its own settings."""
     json: bool = False
     """Print the result as JSON, and no progress."""
 
@@ -122,9 +122,9 @@ def run(job: Job, bar: RunBar) -> dict[str, Any]:
             ends = launch(replica, num_replicas, job, progress, stop, timeout_s=7 * DAY_S)
         except ReplicaError as error:
             if stop:
-                return {"status": "stopped", "step": 0}  # before the replicas were ready to listen
+                return {"status": "stopped", "step": 0}  # before the replicas could see the request
             said = [re.search(rf"{UsageError.__name__}: (.+)\s*$", text) for text in error.errors.values()]
-            if said and all(said):  # what the user can put right, on every replica that said anything
+            if said and all(said):  # what the user can fix, on every replica that failed
                 raise UsageError(said[0][1]) from None  # type: ignore[index]
             raise
     end: dict[str, Any] = ends[0]
@@ -185,7 +185,7 @@ def _init_process_group(device: str, rank: int) -> None:
 
 
 def _prepare_together(options: TrainOptions, rank: int, num_replicas: int) -> Job:
-    """Rank 0 prepares, alone; the others hear how it went, so that all go on or none."""
+    """Rank 0 prepares and tells the others the outcome, so that all train or none."""
     said: list[Any] = [None]
     if rank == 0:
         try:
@@ -203,7 +203,7 @@ def _prepare_together(options: TrainOptions, rank: int, num_replicas: int) -> Jo
 
 
 def _resumed_folder(arguments: Sequence[str]) -> Path | None:
-    """Where --resume points, needed before the arguments can be understood: its settings are their defaults."""
+    """Where --resume points, needed before parsing: the settings there are the defaults."""
     for index, argument in enumerate(arguments):
         if argument.startswith("--resume="):
             return Path(argument.partition("=")[2])
@@ -240,7 +240,7 @@ def _check_unchanged(settings: Settings, data_sha256: str, folder: Path) -> None
 
 
 def _check_checkpoint(settings: Settings, task: Task, folder: Path) -> None:
-    """Before processes are started: is the checkpoint whole, of this run, and can a step follow it?"""
+    """Before processes are started: is the checkpoint intact, of this run, and can training take a step from it?"""
     state = run_folder.load_checkpoint(folder)
     path, steps, interval = folder / run_folder.CHECKPOINT, settings.steps or 1, settings.interval or 1
     step = whole(state["step"])
@@ -280,8 +280,8 @@ def _text(value: Any) -> str:
 
 def _go_on(job: Job) -> str:
     if not (job.folder / run_folder.CHECKPOINT).exists():
-        return f"there is no checkpoint in {job.folder} to go on from yet"
-    return f"go on with: hdet train --resume {shlex.quote(str(job.folder))}"
+        return f"there is no checkpoint in {job.folder} to continue from yet"
+    return f"continue with: hdet train --resume {shlex.quote(str(job.folder))}"
 
 
 def _tell(job: Job, end: dict[str, Any], console: Console, *, as_json: bool) -> int:

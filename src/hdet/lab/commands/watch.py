@@ -26,14 +26,14 @@ WIDTH = 60
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """Show a run while it trains; ends when the run does."""
+    """Show a run while it trains; exits when it ends."""
 
     run: Annotated[Path, Positional, arg(metavar="RUN")]
     """A run folder."""
     once: bool = False
-    """Print how it stands now, and end."""
+    """Print the current state and exit."""
     every_s: float = 1.0
-    """Seconds between two looks."""
+    """Seconds between updates."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def view(record: RunRecord) -> Group:
-    """How a run stands."""
+    """The current state of a run."""
     config, rounds = record.config, record.rounds
     step = rounds[-1]["step"] if rounds else 0
     title = (
@@ -75,7 +75,7 @@ def view(record: RunRecord) -> Group:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """As it stands in the file: neither rich nor the terminal finds anything to obey in it."""
+    """Plain text: no markup of rich, no control codes of the terminal."""
     return Text(printable(text), style=style)
 
 
@@ -105,7 +105,7 @@ def _numbers(record: RunRecord) -> Table:
         add("z", _row([evidence[-1]], ".2f"), sparkline(evidence))
     if last["distance"]:
         add("distance", f"{last['distance']:.4g}")
-    add("undone", str(last["num_rollbacks"]))
+    add("rollbacks", str(last["num_rollbacks"]))
     return table
 
 

@@ -315,7 +315,7 @@ def draw(name: str, title: str, caption: str, fill: Callable[[Axes], None], *, x
         axes.set_axisbelow(True)
         legend = _add_legend(figure, axes)
         for text in (axes.yaxis.label, axes.title, *legend):
-            text.set_parse_math(False)  # a $ or a backslash in a name is no formula
+            text.set_parse_math(False)  # a $ or a backslash in a name is not a formula
             text.set_text(_label(text.get_text()))
         vector, pixels = io.StringIO(), io.BytesIO()
         figure.savefig(vector, format="svg", transparent=True, metadata={"Date": None})

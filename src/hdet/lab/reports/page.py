@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from hdet.command_line import printable
@@ -42,12 +43,17 @@ def facts_table(title: str, facts: Mapping[str, Any]) -> Table:
 
 def page(title: str, tables: Sequence[Table], charts: Sequence[Chart], details: Sequence[Table]) -> str:
     """The whole document; ``details`` are folded away. Whatever the texts hold, they are shown as text."""
+    return _template().render(
+        title=title, tables=tables, charts=charts, details=details, light=PALETTE, dark=DARK_PALETTE
+    )
+
+
+@functools.cache
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("hdet.lab.reports"), autoescape=True, undefined=StrictUndefined, finalize=_shown
     )
-    return environment.get_template("page.html").render(
-        title=title, tables=tables, charts=charts, details=details, light=PALETTE, dark=DARK_PALETTE
-    )
+    return environment.get_template("page.html")
 
 
 def _shown(value: Any) -> Any:

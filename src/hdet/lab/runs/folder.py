@@ -1,4 +1,4 @@
-"""A run folder: what was asked for, what happened round by round, and where to go on.
+"""A run folder: the settings, what happened round by round, and a checkpoint to continue from.
 
 ``config.json`` is written once, ``metrics.jsonl`` grows by a line a round, ``checkpoint.pt`` is replaced atomically.
 The last line of a finished run has ``"event": "end"``; after that nothing in the folder changes.
@@ -54,7 +54,7 @@ class RunRecord:
 
 def create(folder: Path, facts: Mapping[str, Any]) -> None:
     """A new run folder; one that exists is refused."""
-    make_folder(folder, f", or go on with --resume {folder}")
+    make_folder(folder, f", or continue it with --resume {folder}")
     _replace(folder / CONFIG, (json.dumps(plain(facts), indent=2, allow_nan=False) + "\n").encode())
     (folder / METRICS).touch()
 
@@ -70,7 +70,7 @@ def make_folder(folder: Path, remedy: str = "") -> None:
 
 
 def read(folder: Path | str) -> RunRecord:
-    """Read a run folder, also of a run that is still going on."""
+    """Read a run folder, also while the run is still training."""
     folder = Path(folder)
     text = _text(folder / CONFIG)
     try:
@@ -93,7 +93,7 @@ def append(folder: Path, entry: Mapping[str, Any]) -> None:
 
 
 def cut_metrics(folder: Path, step: int) -> None:
-    """Forget what happened after ``step``: training goes on from there."""
+    """Remove the lines after ``step``: training continues from there."""
     kept = [line for line, entry in _entries(folder, read(folder).facts) if entry["step"] <= step]
     _replace(folder / METRICS, "".join(f"{line}\n" for line in kept).encode())
 
@@ -107,7 +107,7 @@ def _entries(folder: Path, facts: Mapping[str, Any]) -> list[tuple[str, dict[str
             check_entry(entry, facts)
         except ValueError as error:
             raise UsageError(
-                f"{folder / METRICS} cannot be used: line {count}: {error}; take it out, or start a new run"
+                f"{folder / METRICS} cannot be used: line {count}: {error}; remove it, or start a new run"
             ) from None
         found.append((line, entry))
     return found
@@ -117,7 +117,7 @@ def _text(path: Path) -> str:
     """What a file says. UsageError where it cannot be read: a device or a pipe is not even opened."""
     try:
         if os.path.exists(path) and not path.is_file():
-            raise OSError("it is no file")
+            raise OSError("it is not a file")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -147,7 +147,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The checkpoint, on the host. UsageError where it is broken; nothing in it is ever run."""
     try:
         state: Any = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises a dozen types for what is no checkpoint, or more than one
+    except Exception as error:  # torch raises a dozen types
         reason = str(error).strip().split("\n")[0].split(". ")[0]
         raise UsageError(
             f"a checkpoint must be whole and hold tensors and plain values only, but {folder / CHECKPOINT} cannot be "
@@ -155,7 +155,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
         ) from None
     missing = [key for key in KEYS if key not in state] if isinstance(state, dict) else list(KEYS)
     if missing:
-        raise UsageError(f"a checkpoint must be one of hdet train, but {folder / CHECKPOINT} has no {missing}")
+        raise UsageError(f"a checkpoint must be written by hdet train, but {folder / CHECKPOINT} has no {missing}")
     if not number(state["time_s"]) >= 0:
         raise UsageError(f"time_s of {folder / CHECKPOINT} must be a number >= 0, but got {shown(state['time_s'])}")
     loaded: dict[str, Any] = state

@@ -1,4 +1,4 @@
-"""News of a run on the terminal: a bar, or a line now and then where the output is a file or a pipe."""
+"""Progress of a run on the terminal: a bar, or a line now and then where the output is a file or a pipe."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ KNOBS: dict[KnobName, tuple[Callable[[], knobs.Knob], tuple[str, ...]]] = {
     "beta2": (knobs.Beta2, ("adam", "adamw")),
     "eps": (knobs.Epsilon, ("adam", "adamw")),
 }
-"""Name to what makes the knob, and the optimizers that have it above 0."""
+"""Name to the knob's class, and the optimizers for which it is above 0."""
 MAX_STEPS = 100_000_000  # schedules are tables
 SMALL = "small-gpt"
 TASK_NAMES = (*TASKS, SMALL)
@@ -66,12 +66,12 @@ class RunOptions(Options):
             raise UsageError("--device cuda needs a GPU that torch can use, but there is none; use --device cpu")
 
     def check_run(self, task: Task, num_steps: int, num_replicas: int, *, seed: int = 0) -> None:
-        """The same for what only the task can tell."""
+        """Raise UsageError for what does not fit the task."""
         check_rows(task, "--steps", num_steps, seed=seed)
         if self.schedule == "one-cycle" and PEAK_SHARE * num_steps <= 1:
             raise UsageError(
                 f"--steps must be more than {1 / PEAK_SHARE:.0f} for the schedule one-cycle to have a peak, "
-                f"but got {num_steps}; take more, or another --schedule"
+                f"but got {num_steps}; use more, or another --schedule"
             )
         if task.batch_rows % num_replicas:
             raise UsageError(
@@ -102,7 +102,7 @@ class Settings(RunOptions):
     optimizer: TorchOptimizerName = "adam"
     """Adam (.9, .95), AdamW with weight decay .1, SGD with momentum .9."""
     replicas: int | None = None
-    """Processes to start, each a replica; default 1. Under torchrun the processes there are."""
+    """Processes to start, each a replica; default 1. Under torchrun: leave it out."""
     steps: int | None = None
     """Optimizer steps; default the task's."""
     interval: int | None = None
@@ -112,7 +112,7 @@ class Settings(RunOptions):
     knobs: tuple[KnobName, ...] = ()
     """Settings of the optimizer that replicas explore beside the learning rate."""
     seed: int = 0
-    """Of weights, data order and permutations."""
+    """Seed of weights, data order and permutations."""
     device: str = "cpu"
     """Where to train: cpu or cuda."""
     data: Path = Path("data")
@@ -152,13 +152,13 @@ class Settings(RunOptions):
             except ValueError as error:
                 raise UsageError(
                     f"--knobs weight_decay is judged by the batch after the run's last, but {task.name} has none after "
-                    f"--steps {steps}: {error}; take fewer"
+                    f"--steps {steps}: {error}; use fewer"
                 ) from None
         return replace(self, replicas=num_replicas, steps=steps, interval=self.interval or default_interval(steps))
 
     @property
     def needs_probe(self) -> bool:
-        """Whether a knob is explored about which the training loss says nothing true."""
+        """Whether a knob is explored that the training loss cannot judge."""
         return "weight_decay" in self.knobs
 
     def _check_knobs(self) -> None:
@@ -166,7 +166,7 @@ class Settings(RunOptions):
         if self.knobs and self.method == "fixed":
             raise UsageError(
                 f"--knobs {' '.join(self.knobs)} needs a method that learns, but got --method fixed; "
-                "take gradient, loss or paper"
+                "use gradient, loss or paper"
             )
         for name in self.knobs:
             optimizers = KNOBS[name][1]
@@ -177,7 +177,7 @@ class Settings(RunOptions):
 
 
 def from_dict(values: Mapping[str, Any]) -> Settings:
-    """The inverse of :meth:`Settings.as_dict`; UsageError where the values are not those of one."""
+    """The inverse of :meth:`Settings.as_dict`; UsageError where the values do not fit."""
     hints = get_type_hints(Settings)
     kinds = {field.name: hints[field.name] for field in fields(Settings)}
     values = {"knobs": [], **values}  # older runs have none

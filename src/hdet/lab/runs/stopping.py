@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-NOTICE = b"\nstopping at the end of this round, with a checkpoint; once more stops at once\n"
+NOTICE = b"\nstopping at the end of this round, with a checkpoint; interrupt again to stop at once\n"
 
 
 class Event(Protocol):

@@ -29,7 +29,7 @@ from hdet.signals.probe import Probe
 
 
 class Progress(Protocol):
-    """Where news go: the sending end of a pipe, or a progress bar."""
+    """Where progress is reported: the sending end of a pipe, or a progress bar."""
 
     def send(self, news: dict[str, Any], /) -> None: ...
 
@@ -91,7 +91,7 @@ class _Run:
             return self._finish({"status": "diverged", "step": step, "validation": {}, "error": str(error)})
         finally:
             if self.board is not None:
-                with contextlib.suppress(OSError):  # a full disk has been told of
+                with contextlib.suppress(OSError):  # a full disk was reported already
                     self.board.close()
 
     def _step(self, step: int) -> None:
@@ -175,7 +175,7 @@ class _Run:
         return end
 
     def _keep(self, entry: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
-        """A line of metrics, and what is shown of it. A full disk costs lines, not the run."""
+        """Write a line of metrics and show it. A full disk loses lines, not the run."""
         for write in (partial(run_folder.append, self.folder), show):
             try:
                 write(entry)
@@ -189,7 +189,7 @@ class _Run:
                     )
 
     def _is_finite(self) -> bool:
-        """Whether an error is one of the machine, and not the end of a model."""
+        """Whether the weights are finite: then an error is not the model's."""
         return all(bool(parameter.isfinite().all()) for parameter in self.model.parameters())
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ class _Run:
         self.saved = time.monotonic()
 
     def _load(self) -> int:
-        # DDP lays out its buckets anew after the first backward pass, and the order of its sums with them: with that
-        # behind us, gradients of more than two replicas are rounded as in the run that was interrupted.
+        # DDP rebuilds its buckets after the first backward pass, which changes the order of its sums. After this one,
+        # gradients of more than two replicas are rounded as in the run that was interrupted.
         self._loss(0).backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         state = run_folder.load_checkpoint(self.folder)
@@ -272,7 +272,7 @@ class _Board:
 
 
 def cannot_continue(folder: Path, error: Exception) -> UsageError:
-    """What a checkpoint that does not fit is refused with, on one line."""
+    """The error for a checkpoint that does not fit, on one line."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return UsageError(
         f"the checkpoint of {folder} cannot be continued from ({reason}); put an older one in its place, or start a "

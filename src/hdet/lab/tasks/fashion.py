@@ -17,7 +17,7 @@ from hdet.lab.tasks.base import Batch, decay_groups, evaluation_mode, random_row
 from hdet.lab.tasks.download import check_sha256, read_or_download
 
 URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
-# Of what is inside the .gz files, so that a copy compressed anew passes.
+# Of what is inside the .gz files, so that a recompressed copy passes.
 SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",

@@ -1,4 +1,4 @@
-"""Language modelling on text that is at hand: Python's own standard library, and Shakespeare."""
+"""Language modelling on text: Python's own standard library, and Shakespeare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hdet.lab.tasks.base import Batch, decay_groups, random_rows
 from hdet.lab.tasks.download import check_sha256, read_or_download
 
 STDLIB_BYTES = 4_000_000
-# Tests are no ordinary code, site-packages no part of Python; the other two hold tables and help texts.
+# Tests are not ordinary code, site-packages not Python's own; the other two hold tables and help texts.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
