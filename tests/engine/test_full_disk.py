@@ -68,11 +68,12 @@ resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
 sink = {sink}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    weights = _train(sink)
+    records = []
+    weights = _train(sink, lambda record, names: records.append(record))
     sink.close()
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 if {again}:
-    sink(_last := sink._last)
+    sink(records[-1])
 assert weights == _train()
 print([str(w.message) for w in caught if "could not" in str(w.message)])
 """

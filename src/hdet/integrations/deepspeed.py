@@ -29,7 +29,7 @@ def attach(engine: Any, make: Make | None = None, *, sinks: Sequence[RecordSink]
     copies.
 
     Args:
-        engine: of ``deepspeed.initialize``. If it has no schedule, one that is constant is made.
+        engine: of ``deepspeed.initialize``. If it has no schedule, a constant one is used.
         make: builds the scheduler around the engine's schedule; default AutoLR with ``settings``.
         sinks: each gets the record of every round.
         settings: arguments of AutoLR. ``model`` is the engine's module.

@@ -30,7 +30,7 @@ except ImportError as error:
 class HDETCallback(Callback):
     """Wraps the schedule that ``configure_optimizers`` returned, with ``"interval": "step"``, in AutoLR.
 
-    If it returned no schedule, one that is constant is made. If it returned a scheduler of HDET, that one is
+    If it returned no schedule, a constant one is used. If it returned a scheduler of HDET, that one is
     used. One optimizer step is one step, whatever ``accumulate_grad_batches`` is; the loss is the mean over
     micro-batches, and is not read before a round ends. Validation and every ``trainer.save_checkpoint`` see the mean
     weights. The scheduler's state is the checkpoint's ``lr_schedulers`` entry.
