@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import is_flag, number, require, shown
+from hdet.checks import is_flag, number, require, require_one_of, shown
 
 Space = Literal["linear", "log", "logit"]
 Acts = Literal["update", "forward", "training"]
@@ -67,10 +67,8 @@ class Knob:
             if not callable(function):
                 raise TypeError(f"{which} of {name} must be a function, but got {which}={shown(function)}")
         of = f" of {name}"
-        spaces = isinstance(space, str) and space in TO_SPACE
-        require(spaces, "space", 'one of "linear", "log", "logit"', space, of=of)
-        known = isinstance(acts, str) and acts in ("update", "forward", "training")
-        require(known, "acts", 'one of "update", "forward", "training"', acts, of=of)
+        require_one_of("space", space, "linear", "log", "logit", of=of)
+        require_one_of("acts", acts, "update", "forward", "training", of=of)
         require(0 <= number(spread) < 1, "spread", "in [0, 1)", spread, of=of)
         for which, flag in (("adapt", adapt), ("check_signal", check_signal)):
             require(is_flag(flag), which, "True or False", flag, of=of)
@@ -96,9 +94,13 @@ class Knob:
     def add_groups(self) -> None:
         """Take up param groups that were added to the optimizer, with what they were given as their start."""
 
+    def read(self) -> float | Tensor:
+        """The present value, as it is kept where it is written."""
+        return self._get()
+
     def bind(self, optimizer: Optimizer) -> None:
         """Take the present value as the start."""
-        found = self._get()
+        found = self.read()
         value = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
         start = number(value)
         if math.isnan(start) and not isinstance(value, float):

@@ -84,7 +84,7 @@ def make_knobs(common: Common, knobs: Sequence[Knob | LearningRate]) -> KnobSet:
     found.bind(common.optimizer, gradients=common.gradients)
     if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
         buffers = {id(buffer) for buffer in model.buffers()}
-        sent = [knob.name for knob in others if id(knob._get()) in buffers]
+        sent = [knob.name for knob in others if id(knob.read()) in buffers]
         if sent:
             raise ValueError(
                 f"knobs must not be buffers that DistributedDataParallel overwrites with rank 0's, but {sent} are; "

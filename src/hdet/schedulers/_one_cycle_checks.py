@@ -10,7 +10,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.checks import is_flag, is_whole, number, require, require_one_of, shown, whole
+from hdet.options import Adapt
 from hdet.schedulers._common import MAX_LR
+
+AGREED = (
+    "ensemble_lr_spread_ratio", "model_sync_interval", "auto_lr_warmup_steps", "enable_auto_lr", "loss_scale",
+    "lr_of_lr", "momentum_of_lr", "signal", "decay",
+)  # fmt: skip
+"""Further arguments that all ranks must agree on, beside those that all schedulers have."""
+
+_PAPERS = "the paper's controller, "
+_UNUSED_BY_PAPER = {
+    "controller": _PAPERS + 'which signal=None stands for, has its own; pass signal="gradient" or "loss"',
+    "anchor": _PAPERS + "measures from the last converge",
+    "groups": _PAPERS + "has a scale for each param group",
+    "gated": _PAPERS + "lets the warm-up through as it is",
+    "first_scale": _PAPERS + "starts from the schedule as it is",
+    "start_steps": _PAPERS + "starts after auto_lr_warmup_steps",
+    "hold_share": _PAPERS + "acts to the end",
+    "sample_every": _PAPERS + "compares losses, and samples no gradients",
+}
+"""Of Adapt with the paper's controller, with the reason."""
 
 
 def check_one_cycle(a: Mapping[str, Any]) -> None:
@@ -60,6 +80,13 @@ def check_warmup(a: Mapping[str, Any], *, knobs_adapt: bool) -> None:
             f"auto_lr_warmup_steps must be smaller than the {total} total steps for {acts} to act, but got "
             f"auto_lr_warmup_steps={a['auto_lr_warmup_steps']}; lower it, e.g. to {total // 5}"
         )
+
+
+def refuse_unused(adapt: Adapt, signal: str | None) -> None:
+    """Raise where an option is set that OneCycleAutoLR, or the paper's controller, has no use for."""
+    adapt.refuse({"spread": "OneCycleAutoLR has it as ensemble_lr_spread_ratio"})
+    if signal is None:
+        adapt.refuse(_UNUSED_BY_PAPER)
 
 
 def total_steps_of(a: Mapping[str, Any]) -> int:

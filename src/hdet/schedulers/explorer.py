@@ -135,7 +135,9 @@ class Explorer(RoundScheduler):
         self._explores_lr = bool(rates)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         num_lrs = 1 if rate.groups == "together" else len(optimizer.param_groups)
-        joint = adapt.controller or JointController(optimism=[LR_OPTIMISM] * num_lrs + [0.0] * len(others))
+        joint = adapt.controller
+        if joint is None:
+            joint = JointController(optimism=[LR_OPTIMISM] * num_lrs + [0.0] * len(others))
         adapts = rate.adapt or any(knob.adapt for knob in others)
         panel = others.panel(
             joint if adapts else None, moves_lrs=rate.adapt, balanced=adapt.assignment == "balanced"

@@ -36,7 +36,14 @@ from hdet.schedulers._build import (
     warn_if_alone,
 )
 from hdet.schedulers._common import Common, Gradients
-from hdet.schedulers._one_cycle_checks import check_last_epoch, check_one_cycle, check_warmup, total_steps_of
+from hdet.schedulers._one_cycle_checks import (
+    AGREED,
+    check_last_epoch,
+    check_one_cycle,
+    check_warmup,
+    refuse_unused,
+    total_steps_of,
+)
 from hdet.schedulers._torch_state import check_one_cycle_state
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
@@ -46,25 +53,6 @@ Decay = Literal["schedule", "floor", "printed"]
 _SCHEDULE_KEYS = ("total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum", "base_lrs")
 _TORCHS = tuple(inspect.signature(OneCycleLR).parameters)
 """Arguments of OneCycleLR."""
-
-_AGREED = (
-    "ensemble_lr_spread_ratio", "model_sync_interval", "auto_lr_warmup_steps", "enable_auto_lr", "loss_scale",
-    "lr_of_lr", "momentum_of_lr", "signal", "decay",
-)  # fmt: skip
-"""Further arguments that all ranks must agree on, beside those that all schedulers have."""
-
-_PAPERS = "the paper's controller, "
-_UNUSED = {
-    "controller": _PAPERS + 'which signal=None stands for, has its own; pass signal="gradient" or "loss"',
-    "anchor": _PAPERS + "measures from the last converge",
-    "groups": _PAPERS + "has a scale for each param group",
-    "gated": _PAPERS + "lets the warm-up through as it is",
-    "first_scale": _PAPERS + "starts from the schedule as it is",
-    "start_steps": _PAPERS + "starts after auto_lr_warmup_steps",
-    "hold_share": _PAPERS + "acts to the end",
-    "sample_every": _PAPERS + "compares losses, and samples no gradients",
-}
-"""Of Adapt with the paper's controller, with the reason."""
 
 
 class OneCycleAutoLR(RoundScheduler, OneCycleLR):
@@ -169,7 +157,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         )  # fmt: skip
         check_warmup(given, knobs_adapt=any(knob.adapt for knob in knobs))
         check_last_epoch(last_epoch, optimizer, cycle_momentum)
-        adapt.refuse({"spread": "OneCycleAutoLR has it as ensemble_lr_spread_ratio", **(_UNUSED if not signal else {})})
+        refuse_unused(adapt, signal)
         refuse_outer_step(common)
         refuse_second(optimizer)
         if cycle_momentum and any(type(knob) is Momentum for knob in knobs):
@@ -177,7 +165,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         beside = make_knobs(common, knobs)
         spread = ensemble_lr_spread_ratio
         torchs = {name: given[name] for name in _TORCHS}
-        facts = {**common.facts(), **torchs, **{name: given[name] for name in _AGREED}}
+        facts = {**common.facts(), **torchs, **{name: given[name] for name in AGREED}}
         del facts["optimizer"], facts["interval"]
         replicas = agree(common, beside, facts, spread=spread, wait=signal is not None)
         warn_if_alone(beside, replicas)
