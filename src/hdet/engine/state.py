@@ -108,3 +108,13 @@ def _unpack_losses(packed: Any, num_ranks: int) -> FloatArray | None:
     if (num_updates % 1).any():
         raise ValueError(f"num_updates of the losses must be integers, but got {shown(packed)}")
     return np.stack([totals, weights, num_updates])
+
+
+def refuse_copy(reasons: Mapping[str, bool]) -> None:
+    """Raise where any of these holds: something outside scheduler, optimizer and model belongs to the run."""
+    why = [reason for reason, holds in reasons.items() if holds]
+    if why:
+        raise TypeError(
+            f"a scheduler that {' and '.join(why)} must not be copied or pickled: the copy would reach into the "
+            "model of the original; make a new one, and give it the state: load_state_dict(old.state_dict())"
+        )
