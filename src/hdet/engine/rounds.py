@@ -20,18 +20,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import FloatArray
 from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
-from hdet.engine.state import pack_losses, read_round, refuse_copy
+from hdet.engine.state import read_round, refuse_copy
+from hdet.engine.tally import Tally
 from hdet.engine.values import Values
 from hdet.history import RoundRecord
-from hdet.knobs.knob_set import Board
 from hdet.policy.round import Observed, RoundPolicy
 from hdet.replicas.agreement import Note, Table, compare_notes
 from hdet.signals.base import Signal, merged
 from hdet.signals.gradient import drop_nonfinite
-from hdet.signals.loss import Loss, LossMeter
+from hdet.signals.loss import Loss
 
 HISTORY_ROUNDS = 1000
 
@@ -44,9 +43,7 @@ class RoundLoop:
         averager: what moves the weights, and knows where they are.
         policy: when rounds end, and what follows from them.
         signals: what rounds show; of two that show the same, the first counts.
-        knobs: those of the steering's panel.
-        knob_of_group: which of the steering's learning rates each param group has.
-        one_scale: whether param groups that join later have the first of them, or new ones.
+        values: what every learning rate and knob is on this replica.
         clock: times converges.
         local: what keeps gradients from being averaged, to be closed in the end; None where they are shared.
         skip_nonfinite: take gradients that are not finite out of a step.
@@ -58,10 +55,8 @@ class RoundLoop:
         averager: Averager,
         policy: RoundPolicy,
         signals: Sequence[Signal],
+        values: Values,
         *,
-        knobs: Board,
-        knob_of_group: list[int],
-        one_scale: bool,
         clock: Clock,
         local: Callable[[], ExitStack] | None = None,
         skip_nonfinite: bool = False,
@@ -77,17 +72,8 @@ class RoundLoop:
         self.policy = policy
         self.steering = policy.steering
         self.signals = tuple(signals)
-        self.knobs = knobs
-        index = self.replicas.index if self.apart else 0
-        self.values = Values(
-            optimizer,
-            self.steering,
-            knobs,
-            self.place,
-            index=index,
-            knob_of_group=knob_of_group,
-            one_scale=one_scale,
-        )
+        self.values = values
+        self.knobs = values.knobs
         self._joined_shared = True
         self.skip_nonfinite = skip_nonfinite
         self.active = self.apart or any(not signal.compares for signal in signals)
@@ -95,9 +81,7 @@ class RoundLoop:
         self._make_local = local or ExitStack
         self._local = self._make_local()
         self._clock = clock
-        self.meter = LossMeter()
-        self.num_updates = 0
-        self._shared_losses: FloatArray | None = None
+        self._tally = Tally(self.replicas, updates_alike=averager.shared_gradients)
         self._resumed_from: int | None = None
         self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self.sinks: list[Callable[[RoundRecord], object]] = []
@@ -149,12 +133,11 @@ class RoundLoop:
     def after_optimizer_step(self) -> None:
         """Count it: replicas that share gradients must take the same steps."""
         if not _is_rehearsal(self.optimizer):
-            self.num_updates += 1
+            self._tally.num_updates += 1
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         with self.lock:
-            self.meter.observe(loss, weight)
-            self._shared_losses = None
+            self._tally.observe(loss, weight)
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` would do anything in a step that is not the last; the cheap half of it."""
@@ -223,26 +206,24 @@ class RoundLoop:
         )
         self._history.append(record)
         self._resumed_from = None
-        self.meter.reset()
-        self.num_updates = 0
-        self._shared_losses = None
+        self._tally.reset()
         for sink in self.sinks:
             sink(record)
 
     def _meet(self, step: int, *, losses_required: bool, asked: bool = False) -> Table:
         """Find out whether replicas can go on together, and bring to all what each has seen. Collectives."""
         self.weights.refuse_join(step)
-        total, weight = self.meter.drain()
+        total, weight = self._tally.meter.drain()
         shapes, finite, state = self.averager.digest(), self.weights.is_healthy(), self.policy.digest()
-        note = Note(step, total, weight, finite, shapes, state, self.num_updates, asked)
+        note = Note(step, total, weight, finite, shapes, state, self._tally.num_updates, asked)
         table = compare_notes(
             self.replicas,
             note,
             losses_required=losses_required,
-            updates_alike=self.averager.shared_gradients,
+            updates_alike=self._tally.updates_alike,
             num_steps=self.policy.num_steps(step),
         )
-        self._shared_losses = np.stack([table.totals, table.weights, table.num_updates])
+        self._tally.share(table)
         if not self._joined_shared:
             # Each has taken up new param groups by its own learning rates, which differ.
             self.values.joined = self.replicas.gather(self.values.joined, step=step).mean(axis=(0, 1)).tolist()
@@ -342,7 +323,7 @@ class RoundLoop:
         return {
             **self.policy.state_dict(),
             **self.averager.state_dict(),
-            "losses": pack_losses(self._shared_losses),
+            "losses": self._tally.state_dict(),
             "num_ranks": self.replicas.count,
             "signals": {signal.name: signal.state_dict() for signal in self.signals},
             "joined": list(self.values.joined),
@@ -354,8 +335,7 @@ class RoundLoop:
         # All is checked here, before anything has changed; nothing below may fail.
         self.weights.reshard()
         parameters = self.weights.anchored()
-        alike = self.averager.shared_gradients
-        saved = read_round(state, self.replicas, parameters, self.signals, updates_alike=alike)
+        saved = read_round(state, parameters, self.signals, self._tally)
         self.averager.outer.check_state(state["outer"], parameters)
         starts = self.knobs.check_starts(state["knobs"])
         self.policy.load_state_dict(state)  # checks everything before it changes anything
@@ -365,9 +345,7 @@ class RoundLoop:
             self._local = self._make_local()
         self.averager.load_state_dict(state, saved.anchor, self.values.multipliers(), step=step)
         self.values.joined, self._joined_shared = saved.joined, True
-        self.meter.reset(saved.total, saved.weight)
-        self.num_updates = saved.num_updates
-        self._shared_losses = saved.losses
+        self._tally.load(saved.losses)
         self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None
         for signal in self.signals:
             signal.forget()

@@ -19,6 +19,7 @@ from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
 from hdet.engine.rollback import Fallback
 from hdet.engine.rounds import RoundLoop
+from hdet.engine.values import Values
 from hdet.knobs import Knob, LearningRate
 from hdet.knobs.knob_set import Board
 from hdet.operations import PLAIN, Operations
@@ -188,14 +189,21 @@ def make_loop(
         node_rounds=operations.node_rounds,
         step=step,
     )
+    values = Values(
+        optimizer,
+        steering,
+        board or Board(),
+        averager.place,
+        index=replicas.index if apart else 0,
+        knob_of_group=knob_of_group,
+        one_scale=together,
+    )
     return RoundLoop(
         optimizer,
         averager,
         policy,
         signals,
-        knobs=board or Board(),
-        knob_of_group=knob_of_group,
-        one_scale=together,
+        values,
         clock=Clock(operations.slow_share),
         local=(lambda: _without_sync(model)) if gradients == "local" else None,
         skip_nonfinite=operations.skip_nonfinite,
