@@ -29,7 +29,7 @@ def test_the_example_of_the_docstring_is_a_test_that_passes(tmp_path: Path, monk
 def test_the_public_names_are_frozen() -> None:
     assert sorted(hdet.testing.__all__) == [
         *("Fault", "InjectedError", "Injector", "ReplicaError", "assert_same_weights", "check_controller"),
-        *("collect_weights", "launch"),
+        *("check_signal", "collect_weights", "launch"),
     ]
 
 
