@@ -23,13 +23,13 @@ def test_the_example_of_the_docstring_is_a_test_that_passes(tmp_path: Path, monk
     (source,) = re.findall(r"```python\n(.*?)```", hdet.testing.faults.__doc__ or "", re.DOTALL)
     (tmp_path / "example_of_faults.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("example_of_faults").test_a_sick_replica_is_healed()
+    importlib.import_module("example_of_faults").test_a_broken_replica_is_repaired()
 
 
 def test_the_public_names_are_frozen() -> None:
     assert sorted(hdet.testing.__all__) == [
         *("Fault", "InjectedError", "Injector", "ReplicaError", "assert_same_weights", "check_controller"),
-        *("collect_weights", "launch"),
+        *("check_signal", "collect_weights", "launch"),
     ]
 
 
@@ -39,7 +39,7 @@ def _model() -> nn.Module:
     return model
 
 
-def _sick(tensors: list[Any]) -> list[int]:
+def _faulty(tensors: list[Any]) -> list[int]:
     return [int((~torch.isfinite(t)).sum()) for t in tensors]
 
 
@@ -54,8 +54,8 @@ def test_one_element_of_every_trained_tensor_is_struck(kind: Any) -> None:
         parameters = list(model.parameters())
         expected = [int(step == 2)] * len(parameters)
         unharmed = [0] * len(parameters)
-        assert _sick(parameters) == (unharmed if kind == "nan_gradient" else expected)
-        assert _sick([p.grad for p in parameters]) == (expected if kind == "nan_gradient" else unharmed)
+        assert _faulty(parameters) == (unharmed if kind == "nan_gradient" else expected)
+        assert _faulty([p.grad for p in parameters]) == (expected if kind == "nan_gradient" else unharmed)
         if kind == "inf_weights" and step == 2:
             assert all(p.flatten()[0] == math.inf for p in parameters)
 
@@ -162,5 +162,5 @@ def test_the_first_tensor_that_differs_is_named(other: dict[str, Tensor], text: 
 
 
 def test_equal_nans_are_equal() -> None:
-    sick = _weights(a=torch.full((2,), math.nan))
-    assert_same_weights([sick, {name: t.clone() for name, t in sick.items()}])
+    faulty = _weights(a=torch.full((2,), math.nan))
+    assert_same_weights([faulty, {name: t.clone() for name, t in faulty.items()}])

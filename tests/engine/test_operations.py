@@ -1,4 +1,4 @@
-"""Faults and averaging: broken replicas, steps without their gradient, means that are late or of a node alone."""
+"""Faults and averaging: faulty replicas, steps without their gradient, means that are late or of a node alone."""
 
 from __future__ import annotations
 
@@ -146,11 +146,11 @@ def _error(function: Any) -> str:
 # -- mending ------------------------------------------------------------------------------------------------------
 
 
-def _mended() -> dict[str, Any]:
+def _repaired() -> dict[str, Any]:
     """Adam with local gradients on three replicas; replica 1 is NaN from step 6 on, its moments included."""
     faults = [Fault("nan_weights", 1, 6), Fault("nan_gradient", 1, 7)]
     run = _Run("local", faults=faults).advance(2 * T - 1)
-    out: dict[str, Any] = {"sick before": not bool(torch.isfinite(run.flat()).all())}
+    out: dict[str, Any] = {"faulty before": not bool(torch.isfinite(run.flat()).all())}
     run.advance(2 * T)
     state = [t for s in run.optimizer.state.values() for t in s.values()]
     told = _everyone([t.tolist() for t in state])
@@ -164,18 +164,18 @@ def _mended() -> dict[str, Any]:
 
     # The healthy two, alone, would have gone the same way: their mean, and their own moments.
     clean = _Run("local").advance(2 * T)
-    sick = _Run("local", faults=[Fault("nan_weights", 1, 2 * T)]).advance(2 * T)
+    faulty = _Run("local", faults=[Fault("nan_weights", 1, 2 * T)]).advance(2 * T)
     out["others' moments are theirs to the last bit"] = run.rank == 1 or all(
         torch.equal(a, b)
-        for own, other in zip(clean.optimizer.state.values(), sick.optimizer.state.values(), strict=True)
+        for own, other in zip(clean.optimizer.state.values(), faulty.optimizer.state.values(), strict=True)
         for a, b in zip(own.values(), other.values(), strict=True)
     )
     return out
 
 
-def test_a_sick_replica_is_re_seeded_with_the_others_mean_and_moments() -> None:
-    results = launch(_mended, 3)
-    assert [result["sick before"] for result in results] == [False, True, False]
+def test_a_faulty_replica_is_re_seeded_with_the_others_mean_and_moments() -> None:
+    results = launch(_repaired, 3)
+    assert [result["faulty before"] for result in results] == [False, True, False]
     for result in results:
         assert result["moments"]
         assert result["mean of the others' moments"]
@@ -187,12 +187,12 @@ def test_a_sick_replica_is_re_seeded_with_the_others_mean_and_moments() -> None:
 def _equal_replicas() -> dict[str, Any]:
     """The gradient signal keeps replicas equal: one that breaks at a round's end receives what the others have."""
     clean = _Run("gradient").advance()
-    sick = _Run("gradient", faults=[Fault("nan_weights", 1, 2 * T)]).advance()
+    faulty = _Run("gradient", faults=[Fault("nan_weights", 1, 2 * T)]).advance()
     return {
-        "undisturbed": torch.equal(clean.flat(), sick.flat()),
-        "record": [r.unhealthy for r in sick.scheduler.history],
-        "rollbacks": sick.scheduler.history[-1].num_rollbacks,
-        "weights": collect_weights(sick.model),
+        "undisturbed": torch.equal(clean.flat(), faulty.flat()),
+        "record": [r.unhealthy for r in faulty.scheduler.history],
+        "rollbacks": faulty.scheduler.history[-1].num_rollbacks,
+        "weights": collect_weights(faulty.model),
     }
 
 
@@ -224,7 +224,7 @@ def _skipping() -> dict[str, Any]:
         faults = [Fault("nan_weights", 1, T + 1)]
         run = _Run(face, faults=faults, skip_nonfinite=True).advance()
         out[f"{face}: named"] = [r.unhealthy for r in run.scheduler.history][1] == (1,)
-        out[f"{face}: mended"] = all(bool(torch.isfinite(w).all()) for w in run.trace[2 * T :])
+        out[f"{face}: repaired"] = all(bool(torch.isfinite(w).all()) for w in run.trace[2 * T :])
         assert_same_weights(_everyone(collect_weights(run.model)))
 
     run = _Run("paper", faults=[Fault("nan_loss", 1, T + 2)])
@@ -490,7 +490,7 @@ def _late_faults() -> dict[str, Any]:
     out: dict[str, Any] = {}
     options: dict[str, Any] = {"overlap": True, "node_size": 2, "node_rounds": 3}
     run = _Run("local", faults=[Fault("nan_weights", 1, 3 * T)], steps=8 * T, **options).advance()
-    out["finite and mended"] = all(bool(torch.isfinite(w).all()) for w in run.trace[3 * T :])
+    out["finite and repaired"] = all(bool(torch.isfinite(w).all()) for w in run.trace[3 * T :])
     out["all meet for that"] = [r.averaged for r in run.scheduler.history][1:4] == ["node", "all", "node"]
     assert_same_weights(_everyone(collect_weights(run.model)))
 

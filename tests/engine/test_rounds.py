@@ -96,12 +96,12 @@ def cadences() -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("auto", [False, True])
-@pytest.mark.parametrize(("total_steps", "meetings"), [(12, [4, 8, 12]), (14, [4, 8, 12, 14])])
+@pytest.mark.parametrize(("total_steps", "converges"), [(12, [4, 8, 12]), (14, [4, 8, 12, 14])])
 def test_replicas_are_bit_identical_every_interval_and_at_the_last_step_and_only_there(
-    cadences: list[dict[str, dict[str, Any]]], auto: bool, total_steps: int, meetings: list[int]
+    cadences: list[dict[str, dict[str, Any]]], auto: bool, total_steps: int, converges: list[int]
 ) -> None:
     for result in cadences:
-        assert result[f"{auto} {total_steps}"]["same"] == meetings
+        assert result[f"{auto} {total_steps}"]["same"] == converges
 
 
 @pytest.mark.parametrize("auto", [False, True])
@@ -516,7 +516,7 @@ def test_a_spread_on_some_replicas_only_is_found_by_those_who_would_wait(disagre
         assert "ensemble_lr_spread_ratio=0.5 on replicas [0, 2], 0.0 on replicas [1]" in disagreeing[rank]["spread"]
 
 
-def _meetings() -> dict[str, list[str]]:
+def _agreements() -> dict[str, list[str]]:
     rank = dist.get_rank()
     world = Replicas(dist.group.WORLD)
     out = {"agreed": [_error(lambda: world.agree({"interval": 4})) for _ in range(200)]}
@@ -528,18 +528,18 @@ def _meetings() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def meetings() -> list[dict[str, list[str]]]:
-    return launch(_meetings, 4)
+def agreements() -> list[dict[str, list[str]]]:
+    return launch(_agreements, 4)
 
 
-def test_replicas_that_agree_never_quarrel_whoever_comes_first(meetings: list[dict[str, list[str]]]) -> None:
-    for result in meetings:
+def test_replicas_that_agree_never_disagree_whoever_comes_first(agreements: list[dict[str, list[str]]]) -> None:
+    for result in agreements:
         assert result["agreed"] == [""] * 200
         assert all("interval=4 on replicas [0, 2, 3], 5 on replicas [1]" in text for text in result["disagreed"])
 
 
-def test_a_second_group_of_the_same_ranks_has_its_own_meetings(meetings: list[dict[str, list[str]]]) -> None:
-    for result in meetings:
+def test_a_second_group_of_the_same_ranks_has_its_own_agreements(agreements: list[dict[str, list[str]]]) -> None:
+    for result in agreements:
         assert "interval=4 on replicas [0, 2, 3], 5 on replicas [1]" in result["twin"][0]
 
 

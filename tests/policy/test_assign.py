@@ -47,8 +47,10 @@ def test_it_is_a_pure_function(n: int, k: int, seed: int, index: int, balanced: 
 @pytest.mark.parametrize("n", [4, 5, 8])
 def test_every_round_and_every_seed_deals_anew(n: int, balanced: bool) -> None:
     for name in ("round_index", "seed"):
-        dealt = {assign(n, 3, **{"seed": 0, "round_index": 0, name: i}, balanced=balanced).tobytes() for i in range(20)}
-        assert len(dealt) > 15
+        assigned = {
+            assign(n, 3, **{"seed": 0, "round_index": 0, name: i}, balanced=balanced).tobytes() for i in range(20)
+        }
+        assert len(assigned) > 15
 
 
 @pytest.mark.parametrize(("n", "k"), [(n, k) for n in (2, 4, 8, 16) for k in range(1, n)])
@@ -92,9 +94,9 @@ def test_unbalanced_rows_are_permutations_of_equation_1(n: int) -> None:
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize(("n", "k"), [(2, 2), (2, 5), (3, 4), (4, 4), (4, 7), (5, 6), (8, 9)])
 def test_more_knobs_than_replicas_are_separated_over_the_rounds(n: int, k: int, balanced: bool) -> None:
-    dealt = [assign(n, k, seed=2, round_index=i, balanced=balanced) for i in range(40)]
-    assert np.linalg.matrix_rank(dealt[0] @ dealt[0].T) < k
-    total = np.sum([places @ places.T for places in dealt], axis=0)
+    assigned = [assign(n, k, seed=2, round_index=i, balanced=balanced) for i in range(40)]
+    assert np.linalg.matrix_rank(assigned[0] @ assigned[0].T) < k
+    total = np.sum([places @ places.T for places in assigned], axis=0)
     assert np.linalg.matrix_rank(total) == k
     assert _correlation(np.linalg.cholesky(total).astype(np.float64)) < 0.8
 
@@ -102,8 +104,8 @@ def test_more_knobs_than_replicas_are_separated_over_the_rounds(n: int, k: int, 
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (4, 3), (4, 6), (5, 2), (8, 3)])
 def test_no_replica_is_favoured(n: int, k: int, balanced: bool) -> None:
-    dealt = np.stack([assign(n, k, seed=5, round_index=i, balanced=balanced) for i in range(200)])
-    assert (dealt.max(axis=0) == 1).all()
-    assert (dealt.min(axis=0) == -1).all()
-    deviation = dealt.std(axis=0) / np.sqrt(len(dealt))
-    assert np.abs(dealt.mean(axis=0) / deviation).max() < 4
+    assigned = np.stack([assign(n, k, seed=5, round_index=i, balanced=balanced) for i in range(200)])
+    assert (assigned.max(axis=0) == 1).all()
+    assert (assigned.min(axis=0) == -1).all()
+    deviation = assigned.std(axis=0) / np.sqrt(len(assigned))
+    assert np.abs(assigned.mean(axis=0) / deviation).max() < 4

@@ -136,7 +136,7 @@ def test_a_step_that_every_grad_scaler_skips_is_fine() -> None:
         assert result["weights"] == results[0]["weights"]
 
 
-# -- a meeting that some come to and others do not, or that one leaves by an error ------------------------------------
+# -- a converge that some come to and others do not, or that one leaves by an error ------------------------------------
 
 
 def _alone(gradients: str, name: str, at: int) -> str:
@@ -242,5 +242,5 @@ def _cut_short() -> str:
     return error(lambda: paper(torch.optim.Adam(model.parameters()), model))
 
 
-def test_a_first_start_that_was_cut_short_is_no_quarrel() -> None:
+def test_a_first_start_that_was_cut_short_is_no_disagreement() -> None:
     assert launch(_cut_short, 3, timeout_s=30) == ["", "", ""]

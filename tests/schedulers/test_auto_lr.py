@@ -553,7 +553,7 @@ def test_a_run_of_few_rounds_starts_with_the_schedule_as_it_is(signal: Any, cold
         first = float(plain.get_last_lr()[0])
         auto = AutoLR(plain, signal=signal, interval=interval)
         assert auto.get_last_lr() == pytest.approx([scale * first])
-        assert auto._rounds.gated == (scale < 1)
+        assert auto._rounds.values.gated == (scale < 1)
 
 
 @pytest.mark.filterwarnings("ignore:max_rollbacks=2 are spent")

@@ -29,11 +29,11 @@ from torch import Tensor
 from hdet.testing import ReplicaError, assert_same_weights, launch
 from soak_scenarios import (
     CURVATURE,
+    FAULTY,
     INTERVAL,
     KINDS,
     LR,
     NUM_STEPS,
-    SICK,
     STORIES,
     Scenario,
     both,
@@ -103,7 +103,7 @@ def judge(scenario: Scenario, results: list[dict[str, Any]]) -> str:
         _judge_record(scenario, records)
     if scenario.story in ("nothing", "slow rank", "kill and restart", "resume at a round's end"):
         assert undone == 0, f"{undone} rounds undone"
-        assert not any(record[2] for record in records), "nobody was sick"
+        assert not any(record[2] for record in records), "nobody was faulty"
         if scenario.repeatable:
             _judge_weights(scenario, weights, results[0]["undisturbed"]["weights"])
             _judge_simulation(scenario, weights)
@@ -123,8 +123,8 @@ def _judge_errors(scenario: Scenario, errors: list[str], count: int) -> str:
         return "error, as promised"
     others = [error for error in errors if error not in promised]
     assert not others, others
-    sick = {fault.replica for fault in scenario.faults if fault.kind in SICK}
-    everyone = sick and (scenario.gradients == "shared" or len(sick) == scenario.num_replicas)
+    faulty = {fault.replica for fault in scenario.faults if fault.kind in FAULTY}
+    everyone = faulty and (scenario.gradients == "shared" or len(faulty) == scenario.num_replicas)
     out_of_step = scenario.story in ("skipped step", "error")
     assert out_of_step or everyone, f"nothing here is worth an error: {errors}"
     return "error, as promised"
@@ -137,7 +137,7 @@ def _judge_record(scenario: Scenario, records: list[Any]) -> None:
     ]
     if fault.kind == "nan_gradient" and scenario.handling.skip_nonfinite:
         assert not any(record[2] for record in records), f"a gradient that was left out did harm: {records}"
-    elif fault.kind in SICK and struck:
+    elif fault.kind in FAULTY and struck:
         if scenario.gradients == "local":
             recorded = [record[2] for record in struck]
             assert recorded == [(fault.replica,)] * len(struck), f"unhealthy replicas on record: {recorded}"
@@ -162,16 +162,18 @@ def _judge_weights(scenario: Scenario, weights: dict[str, Tensor], expected: dic
 
 
 def _judge_simulation(scenario: Scenario, weights: dict[str, Tensor]) -> bool:
-    """Nothing lost: plain local SGD, where a sick replica is left out of one mean, on one processor."""
-    sick = {fault.replica: fault.step for fault in scenario.faults if fault.kind in SICK and fault.until is None}
-    harmless = all(fault.kind in ("slow", "nan_loss", "kill") for fault in scenario.faults if fault.replica not in sick)
-    whole = len(sick) + sum(fault.kind == "slow" for fault in scenario.faults) == len(scenario.faults) or not sick
+    """Nothing lost: plain local SGD, where a faulty replica is left out of one mean, on one processor."""
+    faulty = {fault.replica: fault.step for fault in scenario.faults if fault.kind in FAULTY and fault.until is None}
+    harmless = all(
+        fault.kind in ("slow", "nan_loss", "kill") for fault in scenario.faults if fault.replica not in faulty
+    )
+    whole = len(faulty) + sum(fault.kind == "slow" for fault in scenario.faults) == len(scenario.faults) or not faulty
     plain = scenario.face == "local sgd" and not scenario.adam and scenario.resume_at % INTERVAL == 0
     plain = plain and not scenario.averaging.overlap and scenario.averaging.node_rounds == 1
     left_out = {
         f.replica: f.step for f in scenario.faults if f.kind == "nan_gradient" and scenario.handling.skip_nonfinite
     }
-    if not (plain and harmless and whole) or scenario.then_on or len(sick) == scenario.num_replicas:
+    if not (plain and harmless and whole) or scenario.then_on or len(faulty) == scenario.num_replicas:
         return False
     replicas = np.zeros((scenario.num_replicas, 2, 3))
     healthy = np.ones(scenario.num_replicas, dtype=bool)
@@ -179,7 +181,7 @@ def _judge_simulation(scenario: Scenario, weights: dict[str, Tensor]) -> bool:
         for r in range(scenario.num_replicas):
             if left_out.get(r) != step:
                 replicas[r] -= LR * CURVATURE * (replicas[r] - target(scenario, step, r))
-                healthy[r] &= sick.get(r) != step
+                healthy[r] &= faulty.get(r) != step
         if step % INTERVAL == 0:
             replicas[:] = replicas[healthy].mean(axis=0)
             healthy[:] = True

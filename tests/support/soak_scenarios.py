@@ -29,7 +29,7 @@ STORIES = (
     *("NaN loss once", "NaN loss for good", "explosion", "skipped step", "error", "kill and restart"),
     *("resume at a round's end", "resume in mid-round", "resume on another number", "several"),
 )
-SICK = ("nan_weights", "inf_weights", "nan_gradient")
+FAULTY = ("nan_weights", "inf_weights", "nan_gradient")
 KINDS: dict[str, Any] = {
     "slow rank": "slow",
     "NaN weights once": "nan_weights",
@@ -105,7 +105,7 @@ def draw(seed: int, index: int) -> Scenario:
     resume_at = then_on = 0
     if story == "several":
         for kind in rng.choice(
-            ["slow", "explode", "nan_loss", *SICK], size=int(rng.integers(2, 4)), replace=False
+            ["slow", "explode", "nan_loss", *FAULTY], size=int(rng.integers(2, 4)), replace=False
         ).tolist():
             faults.append(_fault(rng, kind, num_replicas, for_good=bool(rng.integers(2)) and kind != "explode"))
         resume_at = int(rng.integers(0, NUM_STEPS))
@@ -179,8 +179,8 @@ class Training:
         inject = Injector(faults, self.rank)
         # What is not finite on one replica is, once gradients have been averaged, on all of them.
         shared = self.scenario.gradients == "shared"
-        sick = [replace(f, replica=self.rank) if shared else f for f in faults if f.kind == "nan_gradient"]
-        inject_gradients = Injector(sick, self.rank)
+        faulty = [replace(f, replica=self.rank) if shared else f for f in faults if f.kind == "nan_gradient"]
+        inject_gradients = Injector(faulty, self.rank)
         for step in range(self.scheduler.last_epoch + 1, until + 1):
             self.optimizer.zero_grad()
             loss = self.model(torch.from_numpy(target(self.scenario, step, self.rank)))

@@ -1,3 +1,3 @@
-"""What happens when: the round loop, and how replicas come together. Private: it may change in any release."""
+"""What happens when: the round loop, and where the weights are. Private: it may change in any release."""
 
 __all__: list[str] = []

@@ -8,11 +8,8 @@ decides, the averager moves the weights. Schedulers supply a schedule and multip
 
 from __future__ import annotations
 
-import math
-import struct
 import threading
 import warnings
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,17 +20,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import FloatArray
 from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
-from hdet.engine.state import joined_of, pack_losses, read_round
+from hdet.engine.state import read_round, refuse_copy
+from hdet.engine.tally import Tally
+from hdet.engine.values import Values
 from hdet.history import RoundRecord
-from hdet.knobs.knob_set import KnobSet
 from hdet.policy.round import Observed, RoundPolicy
 from hdet.replicas.agreement import Note, Table, compare_notes
 from hdet.signals.base import Signal, merged
 from hdet.signals.gradient import drop_nonfinite
-from hdet.signals.loss import Loss, LossMeter
+from hdet.signals.loss import Loss
 
 HISTORY_ROUNDS = 1000
 
@@ -46,9 +43,7 @@ class RoundLoop:
         averager: what moves the weights, and knows where they are.
         policy: when rounds end, and what follows from them.
         signals: what rounds show; of two that show the same, the first counts.
-        knobs: those of the steering's panel.
-        knob_of_group: which of the steering's learning rates each param group has.
-        one_scale: whether param groups that join later have the first of them, or new ones.
+        values: what every learning rate and knob is on this replica.
         clock: times converges.
         local: what keeps gradients from being averaged, to be closed in the end; None where they are shared.
         skip_nonfinite: take gradients that are not finite out of a step.
@@ -60,10 +55,8 @@ class RoundLoop:
         averager: Averager,
         policy: RoundPolicy,
         signals: Sequence[Signal],
+        values: Values,
         *,
-        knobs: KnobSet,
-        knob_of_group: list[int],
-        one_scale: bool,
         clock: Clock,
         local: Callable[[], ExitStack] | None = None,
         skip_nonfinite: bool = False,
@@ -79,90 +72,38 @@ class RoundLoop:
         self.policy = policy
         self.steering = policy.steering
         self.signals = tuple(signals)
-        self.knobs = knobs
-        self.knob_of_group = knob_of_group
-        self._one_scale = one_scale
-        self.joined: list[float] = []
-        """Of each param group that joined after the schedule was made, its share of the first one's."""
+        self.values = values
+        self.knobs = values.knobs
         self._joined_shared = True
         self.skip_nonfinite = skip_nonfinite
         self.active = self.apart or any(not signal.compares for signal in signals)
         self.counts_updates = self.active and self.replicas.group is not None
         self._make_local = local or ExitStack
         self._local = self._make_local()
-        self._index = self.replicas.index if self.apart else 0
         self._clock = clock
-        self.meter = LossMeter()
-        self.num_updates = 0
-        self._shared_losses: FloatArray | None = None
+        self._tally = Tally(self.replicas, updates_alike=averager.shared_gradients)
         self._resumed_from: int | None = None
         self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self.sinks: list[Callable[[RoundRecord], object]] = []
-        self._update_factors()
-
-    # -- values -------------------------------------------------------------------------------------------------
-
-    def _update_factors(self) -> None:
-        by_knob = (self.steering.scales * self.steering.multipliers[:, self._index]).tolist()
-        self.factors: list[float] = [by_knob[knob] for knob in self.knob_of_group]
-        """What the schedule's value of each param group is multiplied by on this replica."""
-        self.gated = bool(self.steering.rising.any())
-        """Whether :meth:`schedule_moved` wants to be told."""
-        self.write_knobs(at_base=self.finished)
-
-    def write_knobs(self, *, at_base: bool) -> None:
-        """Give the knobs beside the learning rate their values, this replica's or the shared ones."""
-        if len(self.knobs):
-            self.knobs.write(self.steering.positions(None if at_base else self._index))
 
     @property
     def finished(self) -> bool:
         """Whether training has ended, and every knob is at its base value."""
         return self.place.finished
 
-    @property
-    def at_base(self) -> bool:
-        """Whether the model at hand is the shared one, and its learning rates and knobs are the base values."""
-        return self.place.finished or self.place.is_set_aside
-
-    def _rho(self) -> list[float]:
-        """This replica's multiplier of each param group."""
-        mine = self.steering.multipliers[:, self._index].tolist()
-        return [mine[knob] for knob in self.knob_of_group]
-
-    def schedule_moved(self, old: Sequence[float | Tensor], new: Sequence[float | Tensor]) -> None:
-        """Eq. 13: tell the gate that the schedule alone went from ``old`` to ``new``, by param group."""
-        ratios = np.zeros(len(self.steering.scales))
-        for knob, before, after in zip(self.knob_of_group, self.of_all(old), self.of_all(new), strict=True):
-            if before > 0 and after > 0:
-                ratios[knob] = math.log(float(after) / float(before))
-        self.steering.rise(ratios)
-        self._update_factors()
-
-    # -- param groups that join ---------------------------------------------------------------------------------
-
     def add_groups(self) -> None:
         """Take up param groups that were added to the optimizer: they train along from here."""
-        joined = self.optimizer.param_groups[len(self.knob_of_group) :]
-        for _ in joined:
-            knob = 0 if self._one_scale else self.steering.add_lr()
-            self.knob_of_group.append(knob)
+        joined = self.optimizer.param_groups[len(self.values.knob_of_group) :]
+        for knob in self.values.add_groups():
             for signal in self.signals:
                 signal.add_group(knob)
         self.averager.add([p for group in joined for p in group["params"]])
-        for each in self.knobs:
-            each.add_groups()
-        self._update_factors()
         self.land()  # a mean on its way has no part of theirs
 
     def follow(self, share: float) -> None:
         """The schedule of the next param group that it does not know is ``share`` of the first one's."""
-        self.joined.append(share)
+        self.values.joined.append(share)
         self._joined_shared = not self.apart
-
-    def of_all(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
-        """The schedule's values of all param groups, from those of the groups it knows."""
-        return [*schedule, *(share * schedule[0] for share in self.joined)][: len(self.knob_of_group)]
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -192,12 +133,11 @@ class RoundLoop:
     def after_optimizer_step(self) -> None:
         """Count it: replicas that share gradients must take the same steps."""
         if not _is_rehearsal(self.optimizer):
-            self.num_updates += 1
+            self._tally.num_updates += 1
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         with self.lock:
-            self.meter.observe(loss, weight)
-            self._shared_losses = None
+            self._tally.observe(loss, weight)
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` would do anything in a step that is not the last; the cheap half of it."""
@@ -227,10 +167,10 @@ class RoundLoop:
         acting = self.policy.is_acting(step)
         if acting:
             for signal in self.signals:
-                own, base = self.steering.positions(self._index), self.steering.positions()
+                own, base = self.steering.positions(self.values.index), self.steering.positions()
                 signal.measure(self.knobs.training_at_base(own, base))
         table = self._meet(step, losses_required=acting and any(s.needs_losses for s in self.signals))
-        schedule = np.array([float(value) for value in self.of_all(scheduled)])
+        schedule = np.array([float(value) for value in self.values.of_all(scheduled)])
         reading = merged([signal.drain() for signal in self.signals])
         verdict = self.policy.end_round(
             Observed(
@@ -243,17 +183,17 @@ class RoundLoop:
                 last=last,
             )
         )
-        distance, averaged = self.averager.end_round(step, verdict, self._rho(), last=last)
+        distance, averaged = self.averager.end_round(step, verdict, self.values.multipliers(), last=last)
         for message in verdict.messages:
             warnings.warn(message, stacklevel=5)
         if last:
             self._end()
-        self._update_factors()
+        self.values.update()
         record = RoundRecord.of(
             verdict,
             self.steering,
             schedule=schedule,
-            knob_of_group=self.knob_of_group,
+            knob_of_group=self.values.knob_of_group,
             knobs={knob.name: knob.value_at for knob in self.knobs},
             step=step,
             losses=tuple(table.losses.tolist()),
@@ -266,37 +206,31 @@ class RoundLoop:
         )
         self._history.append(record)
         self._resumed_from = None
-        self.meter.reset()
-        self.num_updates = 0
-        self._shared_losses = None
+        self._tally.reset()
         for sink in self.sinks:
             sink(record)
 
     def _meet(self, step: int, *, losses_required: bool, asked: bool = False) -> Table:
         """Find out whether replicas can go on together, and bring to all what each has seen. Collectives."""
         self.weights.refuse_join(step)
-        total, weight = self.meter.drain()
-        shapes, finite, state = self.averager.digest(), self.weights.is_healthy(), self._digest()
-        note = Note(step, total, weight, finite, shapes, state, self.num_updates, asked)
+        total, weight = self._tally.meter.drain()
+        shapes, finite, state = self.averager.digest(), self.weights.is_healthy(), self.policy.digest()
+        note = Note(step, total, weight, finite, shapes, state, self._tally.num_updates, asked)
         table = compare_notes(
             self.replicas,
             note,
             losses_required=losses_required,
-            updates_alike=self.averager.shared_gradients,
+            updates_alike=self._tally.updates_alike,
             num_steps=self.policy.num_steps(step),
         )
-        self._shared_losses = np.stack([table.totals, table.weights, table.num_updates])
+        self._tally.share(table)
         if not self._joined_shared:
             # Each has taken up new param groups by its own learning rates, which differ.
-            self.joined = self.replicas.gather(self.joined, step=step).mean(axis=(0, 1)).tolist()
+            self.values.joined = self.replicas.gather(self.values.joined, step=step).mean(axis=(0, 1)).tolist()
             self._joined_shared = True
         for signal in self.signals:
             signal.share(self.replicas, table.losses)
         return table
-
-    def _digest(self) -> int:
-        numbers = [self.steering.seed, self.steering.round_index, *self.steering.scales.tolist()]
-        return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers))
 
     def _end(self) -> None:
         self.place.finished = True
@@ -307,8 +241,8 @@ class RoundLoop:
     def land(self) -> None:
         """Apply a mean that has been on its way, if there is one."""
         if self.place.in_flight:
-            self.averager.land(self._rho())
-            self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
+            self.averager.land(self.values.multipliers())
+            self.values.write_knobs()  # one that is a buffer was averaged too
 
     def converge(self, step: int) -> None:
         """Eq. 3 now, in the middle of a round: the round, its signal and its multipliers go on."""
@@ -324,7 +258,7 @@ class RoundLoop:
             if self.apart:
                 self.policy.require_mean(finite, step)
                 self.averager.converge(step, finite)
-                self.write_knobs(at_base=self.finished)  # one that is a buffer was averaged too
+                self.values.write_knobs()  # one that is a buffer was averaged too
 
     @contextmanager
     def converged(self, step: int) -> Iterator[None]:
@@ -337,9 +271,9 @@ class RoundLoop:
         with self.averager.set_aside():
             with self.lock:
                 self._converge(step)
-            self.write_knobs(at_base=True)
+            self.values.write_knobs(at_base=True)
             yield
-        self.write_knobs(at_base=self.finished)
+        self.values.write_knobs()
 
     def finish(self, step: int) -> None:
         """End the training: average the weights, and leave every knob at its base value."""
@@ -349,25 +283,21 @@ class RoundLoop:
         if step != self.place.mean_step or self.averager.on_line:
             self.converge(step)
         self._end()
-        self.write_knobs(at_base=True)
+        self.values.write_knobs(at_base=True)
 
     # -- state --------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy with the optimizer and the model, where all that belongs to them is within reach."""
-        outside = {
-            "is one of several processes'": self.replicas.group is not None or bool(self.replicas.parts),
-            "writes knobs into a model": len(self.knobs) > 0,
-            "calls a probe": self.knobs.probe is not None,
-            'has gradients="local"': self._make_local is not ExitStack,
-            "has sinks": bool(self.sinks),
-        }
-        why = [reason for reason, holds in outside.items() if holds]
-        if why:
-            raise TypeError(
-                f"a scheduler that {' and '.join(why)} must not be copied or pickled: the copy would reach into the "
-                "model of the original; make a new one, and give it the state: load_state_dict(old.state_dict())"
-            )
+        refuse_copy(
+            {
+                "is one of several processes'": self.replicas.group is not None or bool(self.replicas.parts),
+                "writes knobs into a model": len(self.knobs) > 0,
+                "calls a probe": self.knobs.probe is not None,
+                'has gradients="local"': self._make_local is not ExitStack,
+                "has sinks": bool(self.sinks),
+            }
+        )
         return {key: value for key, value in vars(self).items() if key != "lock"}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -393,27 +323,19 @@ class RoundLoop:
         return {
             **self.policy.state_dict(),
             **self.averager.state_dict(),
-            "losses": pack_losses(self._shared_losses),
+            "losses": self._tally.state_dict(),
             "num_ranks": self.replicas.count,
             "signals": {signal.name: signal.state_dict() for signal in self.signals},
-            "joined": list(self.joined),
+            "joined": list(self.values.joined),
             "knobs": self.knobs.starts(),
         }
-
-    def num_scheduled(self, state: Any) -> int:
-        """How many of the param groups, the first ones, the schedule of a saved state knows."""
-        num_groups, num_joined = len(self.knob_of_group), len(joined_of(state))
-        if num_joined >= num_groups:
-            raise ValueError(f"joined must leave out the first of {num_groups} param groups, but got {num_joined}")
-        return num_groups - num_joined
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from ``state``; on another number of replicas with a new spread around the same base values."""
         # All is checked here, before anything has changed; nothing below may fail.
         self.weights.reshard()
         parameters = self.weights.anchored()
-        alike = self.averager.shared_gradients
-        saved = read_round(state, self.replicas, parameters, self.signals, updates_alike=alike)
+        saved = read_round(state, parameters, self.signals, self._tally)
         self.averager.outer.check_state(state["outer"], parameters)
         starts = self.knobs.check_starts(state["knobs"])
         self.policy.load_state_dict(state)  # checks everything before it changes anything
@@ -421,17 +343,15 @@ class RoundLoop:
         self.steering.set_bounds(self.knobs.bounds())
         if self.finished:
             self._local = self._make_local()
-        self.averager.load_state_dict(state, saved.anchor, self._rho(), step=step)
-        self.joined, self._joined_shared = saved.joined, True
-        self.meter.reset(saved.total, saved.weight)
-        self.num_updates = saved.num_updates
-        self._shared_losses = saved.losses
+        self.averager.load_state_dict(state, saved.anchor, self.values.multipliers(), step=step)
+        self.values.joined, self._joined_shared = saved.joined, True
+        self._tally.load(saved.losses)
         self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None
         for signal in self.signals:
             signal.forget()
             if signal.name in saved.signals:
                 signal.load_state_dict(saved.signals[signal.name])
-        self._update_factors()
+        self.values.update()
 
 
 def _is_rehearsal(optimizer: Optimizer) -> bool:

@@ -6,6 +6,8 @@ that such a decision needs: when rounds end, the steering, what undoes a round, 
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -201,6 +203,11 @@ class RoundPolicy:
             return np.zeros(len(losses), dtype=bool)
         self.quarantine_state, exploded = self.quarantine.update(self.quarantine_state, losses)
         return exploded
+
+    def digest(self) -> int:
+        """A number that differs between replicas which do not continue from the same state."""
+        numbers = [self.steering.seed, self.steering.round_index, *self.steering.scales.tolist()]
+        return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers))
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ class RoundScheduler:
     @property
     def _rounds(self) -> RoundLoop:
         assert self._loop is not None
-        if len(self.optimizer.param_groups) != len(self._loop.knob_of_group):
+        if len(self.optimizer.param_groups) != len(self._loop.values.knob_of_group):
             self._add_groups(self._loop)
         return self._loop
 
@@ -113,7 +113,7 @@ class RoundScheduler:
 
         One that was given none has the optimizer's default, which says nothing in mid-run: it is like the first.
         """
-        groups, known = self.optimizer.param_groups, len(loop.knob_of_group)
+        groups, known = self.optimizer.param_groups, len(loop.values.knob_of_group)
         if len(groups) < known:
             raise RuntimeError(
                 f"param groups must not be removed from the optimizer, but of {known} there are {len(groups)}; freeze "
@@ -121,7 +121,7 @@ class RoundScheduler:
             )
         loop.add_groups()
         first = self._first_lr()
-        for group, factor in zip(groups[known:], loop.factors[known:], strict=True):
+        for group, factor in zip(groups[known:], loop.values.factors[known:], strict=True):
             lr = group["lr"]
             given = lr is not self.optimizer.defaults.get("lr") and first * factor > 0
             if isinstance(lr, Tensor):
@@ -143,7 +143,7 @@ class RoundScheduler:
     def _scheduled_groups(self) -> Iterator[list[dict[str, Any]]]:
         """The optimizer with the param groups that the schedule knows: torch's have no place for more."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        num_joined = len(self._loop.joined) if self._loop is not None else 0
+        num_joined = len(self._loop.values.joined) if self._loop is not None else 0
         known = groups[: len(groups) - num_joined]
         if num_joined:
             optimizer.param_groups = known
@@ -218,7 +218,7 @@ class RoundScheduler:
             if (scheduler := this()) is not None:
                 if in_charge:
                     scheduler._refresh()
-                scheduler._rounds.write_knobs(at_base=scheduler._rounds.finished)
+                scheduler._rounds.values.write_knobs()
 
         def before_step(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             if (scheduler := this()) is None:

@@ -16,6 +16,7 @@ from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
 from hdet.engine.rollback import Fallback
 from hdet.engine.rounds import RoundLoop
+from hdet.engine.values import Values
 from hdet.knobs import Knob, LearningRate
 from hdet.knobs.knob_set import KnobSet
 from hdet.options import AnchorChoice, Groups
@@ -224,14 +225,21 @@ def make_loop(
         node_rounds=averaging.node_rounds,
         step=step,
     )
+    values = Values(
+        optimizer,
+        steering,
+        knobs,
+        averager.place,
+        index=replicas.index if apart else 0,
+        knob_of_group=knob_of_group,
+        one_scale=together,
+    )
     return RoundLoop(
         optimizer,
         averager,
         policy,
         signals,
-        knobs=knobs,
-        knob_of_group=knob_of_group,
-        one_scale=together,
+        values,
         clock=Clock(averaging.slow_share),
         local=(lambda: _without_sync(model)) if gradients == "local" else None,
         skip_nonfinite=faults.skip_nonfinite,

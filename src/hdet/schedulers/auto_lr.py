@@ -235,15 +235,17 @@ class AutoLR(RoundScheduler, LRScheduler):
                     group["lr"] = lr
         for part in parts_of(self.schedule):
             follow_momentum(part, self.optimizer.param_groups, len(groups))
-        if self._rounds.gated:
-            self._rounds.schedule_moved(self._schedule_lrs, new)
+        if self._rounds.values.gated:
+            self._rounds.values.schedule_moved(self._schedule_lrs, new)
         self._schedule_lrs = new
         self._schedule_step = self._steps_of_schedule()
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
         loop = self._rounds
-        return [lr * factor for lr, factor in zip(loop.of_all(self._schedule_lrs), loop.factors, strict=True)]
+        return [
+            lr * factor for lr, factor in zip(loop.values.of_all(self._schedule_lrs), loop.values.factors, strict=True)
+        ]
 
     def _first_lr(self) -> float:
         return self._schedule_lrs[0]
@@ -287,7 +289,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         try:
             last_epoch = whole_of(state_dict["last_epoch"], "last_epoch")
             lrs, groups = state_dict["schedule_lrs"], len(self.optimizer.param_groups)
-            known = rounds.num_scheduled(state_dict["rounds"])
+            known = rounds.values.num_scheduled(state_dict["rounds"])
             if isinstance(lrs, (list, tuple)) and len(lrs) != known:
                 found = len(lrs) + groups - known
                 raise ValueError(f"the optimizer has {groups} param groups, but got a state with {found}")

@@ -201,9 +201,8 @@ class Explorer(RoundScheduler):
     def _refresh(self) -> None:
         if self._explores_lr:
             loop = self._rounds
-            scales = loop.steering.scales[loop.knob_of_group].tolist()
-            factors = scales if loop.at_base else loop.factors
-            lrs = loop.of_all(self._base_lrs)
+            factors = loop.values.base_factors if loop.values.at_base else loop.values.factors
+            lrs = loop.values.of_all(self._base_lrs)
             for group, lr, factor in zip(self.optimizer.param_groups, lrs, factors, strict=True):
                 write_lr(group, float(lr * factor))
             self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -241,7 +240,7 @@ class Explorer(RoundScheduler):
             try:
                 step = whole_of(state_dict["step"], "step")
                 rounds = self._rounds
-                lrs = lrs_of(state_dict["base_lrs"], "base_lrs", rounds.num_scheduled(state_dict["rounds"]))
+                lrs = lrs_of(state_dict["base_lrs"], "base_lrs", rounds.values.num_scheduled(state_dict["rounds"]))
                 rounds.load_state_dict(state_dict["rounds"], step=step)
             except Exception as error:
                 raise cannot_load(error) from error

@@ -215,11 +215,11 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         loop = self._loop
         if loop is None:
             return lrs
-        lrs = loop.of_all(lrs)
+        lrs = loop.values.of_all(lrs)
         # One replica has no spread, but may go on with the scale that several have learned.
-        if not loop.active and all(factor == 1 for factor in loop.factors):
+        if not loop.active and all(factor == 1 for factor in loop.values.factors):
             return lrs
-        return [lr * factor for lr, factor in zip(lrs, loop.factors, strict=True)]
+        return [lr * factor for lr, factor in zip(lrs, loop.values.factors, strict=True)]
 
     def _update_lr(self, epoch: int | None = None) -> None:
         """Take the schedule to a step, the next one by default, and write the learning rates.
@@ -239,8 +239,8 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         old, self._schedule_lrs = self._schedule_lrs, lrs
         if self._loop is not None:
             follow_momentum(self, self.optimizer.param_groups, len(groups))
-            if old is not None and self._loop.gated:
-                self._loop.schedule_moved(old, lrs)
+            if old is not None and self._loop.values.gated:
+                self._loop.values.schedule_moved(old, lrs)
 
     def _first_lr(self) -> float:
         return float(self._schedule_lrs[0]) if self._schedule_lrs else 0.0
@@ -346,7 +346,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
                 schedule["_anneal_func_type"] = getattr(self, "_anneal_func_type", old.removeprefix("_annealing_"))
             self.__dict__.update({key: copy.deepcopy(schedule[key]) for key in _SCHEDULE_KEYS})
             groups = self.optimizer.param_groups
-            self._check_schedule(groups if of_torch else groups[: rounds.num_scheduled(state_dict["rounds"])])
+            self._check_schedule(groups if of_torch else groups[: rounds.values.num_scheduled(state_dict["rounds"])])
             if not of_torch:
                 rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
         except Exception as error:

@@ -142,7 +142,7 @@ class GradientSignal(Signal):
 def drop_nonfinite(optimizer: Optimizer) -> None:
     """Set all gradients to zero when any of them is not finite. On the device: nobody learns of it here.
 
-    Where gradients are shared every rank has the same ones, so all decide alike without a word.
+    Where gradients are shared every rank has the same ones, so all decide alike without communicating.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     values = [g._values() if g.is_sparse else g for g in gradients]

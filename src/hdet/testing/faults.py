@@ -1,4 +1,4 @@
-"""Scripted faults: what a training script does when a replica of it is sick, late, or gone.
+"""Scripted faults: what a training script does when one of its replicas is broken, late, or gone.
 
 Run the script's function on a few processes with :func:`hdet.launch.launch`, which has a deadline, let an
 :class:`Injector` strike at a replica and a step, and compare what is left. A whole test file:
@@ -31,7 +31,7 @@ def train(faults):
     return collect_weights(model), [record.unhealthy for record in scheduler.history]
 
 
-def test_a_sick_replica_is_healed():
+def test_a_broken_replica_is_repaired():
     faults = [Fault("nan_weights", replica=1, step=6)]
     weights, unhealthy = zip(*launch(train, 2, faults, timeout_s=60))
     assert_same_weights(weights)
