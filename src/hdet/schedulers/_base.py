@@ -143,15 +143,13 @@ class RoundScheduler:
     def _scheduled_groups(self) -> Iterator[list[dict[str, Any]]]:
         """The optimizer with the param groups that the schedule knows: torch's have no place for more."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        num_joined = len(self._loop.joined) if self._loop is not None else 0
-        known = groups[: len(groups) - num_joined]
-        if num_joined:
-            optimizer.param_groups = known
+        loop = self._loop
+        known = groups if loop is None else groups[: len(loop.knob_of_group) - len(loop.joined)]
+        optimizer.param_groups = known
         try:
             yield known
         finally:
-            if num_joined:
-                optimizer.param_groups = groups
+            optimizer.param_groups = groups
 
     def _warn_if_apart(self) -> None:
         if self.weights_apart:
