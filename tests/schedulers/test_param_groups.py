@@ -119,6 +119,7 @@ ALONE: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     "apart scales": _auto("cosine", groups="each"),
     "OneCycleAutoLR": _cycle(signal="gradient", ensemble_lr_spread_ratio=0.0),
     "OneCycleLR": _cycle(ensemble_lr_spread_ratio=0.0),
+    "floor": _cycle(ensemble_lr_spread_ratio=0.0, enable_auto_lr=True, auto_lr_warmup_steps=2, decay="floor"),
 }
 
 
@@ -148,7 +149,7 @@ def test_without_a_learning_rate_of_its_own_it_has_the_first_groups(name: str) -
     run.train(JOIN)
     run.join()
     run.train(1 if name == "apart scales" else 2)
-    first_step = 1 if name == "OneCycleLR" else 0  # which looks at the optimizer in step() alone
+    first_step = 1 if name in ("OneCycleLR", "floor") else 0  # which look at the optimizer in step() alone
     assert [rates[1] for rates in run.lrs[JOIN + first_step :]] == pytest.approx(
         [rates[0] for rates in run.lrs[JOIN + first_step :]]
     )

@@ -106,6 +106,8 @@ class Values:
 
     def of_all(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
         """The schedule's values of all param groups, from those of the groups it knows."""
+        if not self.joined:
+            return list(schedule)
         return [*schedule, *(share * schedule[0] for share in self.joined)][: len(self.knob_of_group)]
 
     def num_scheduled(self, state: Any) -> int:

@@ -143,15 +143,16 @@ class RoundScheduler:
     def _scheduled_groups(self) -> Iterator[list[dict[str, Any]]]:
         """The optimizer with the param groups that the schedule knows: torch's have no place for more."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        num_joined = len(self._loop.values.joined) if self._loop is not None else 0
-        known = groups[: len(groups) - num_joined]
-        if num_joined:
-            optimizer.param_groups = known
+        values = self._loop.values if self._loop is not None else None
+        known = groups if values is None else groups[: len(values.knob_of_group) - len(values.joined)]
+        if len(known) == len(groups):
+            yield groups
+            return
+        optimizer.param_groups = known
         try:
             yield known
         finally:
-            if num_joined:
-                optimizer.param_groups = groups
+            optimizer.param_groups = groups
 
     def _warn_if_apart(self) -> None:
         if self.weights_apart:
@@ -167,13 +168,13 @@ class RoundScheduler:
 
     def _refuse_repeats(self) -> None:
         """Raise where Accelerate's wrapper calls ``step`` once for each process: rounds count optimizer steps."""
-        if not self._rounds.active or self._rounds.replicas.count * self._rounds.replicas.num_parts == 1:
-            return
         caller = sys._getframe(2)
-        wrapper: Any = caller.f_locals.get("self")
-        if caller.f_globals.get("__name__") == "accelerate.scheduler" and (
-            wrapper.step_with_optimizer and not wrapper.split_batches
-        ):
+        # Only there: a frame whose locals are looked at holds on to copies of them.
+        if caller.f_globals.get("__name__") != "accelerate.scheduler":
+            return
+        loop, wrapper = self._rounds, caller.f_locals["self"]
+        alone = not loop.active or loop.replicas.count * loop.replicas.num_parts == 1
+        if not alone and wrapper.step_with_optimizer and not wrapper.split_batches:
             raise RuntimeError(
                 f"{type(self).__name__} must be stepped once for each optimizer step, but after accelerator.prepare() "
                 "it is stepped once for each process; step hdet.integrations.accelerate.HDETScheduler(accelerator, "

@@ -47,6 +47,12 @@ from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 
 
+_ADVICE = (
+    "AutoLR wraps all of a run's schedules: AutoLR(ChainedScheduler([...])), AutoLR(SequentialLR(...)), and a LambdaLR for "
+    "what is changed by hand; call step() of AutoLR alone"
+)
+
+
 class AutoLR(RoundScheduler, LRScheduler):
     r"""Wraps any LRScheduler and multiplies it by a learned scale.
 
@@ -209,11 +215,7 @@ class AutoLR(RoundScheduler, LRScheduler):
                 f"AutoLR steps the {name} it wraps, but something else has taken it from step {self._schedule_step} to "
                 f"{found}; delete schedule.step() from the loop, and load the state of AutoLR, not that of the {name}"
             )
-        advice = (
-            "AutoLR wraps all of a run's schedules: AutoLR(ChainedScheduler([...])), AutoLR(SequentialLR(...)), and a "
-            "LambdaLR for what is changed by hand; call step() of AutoLR alone"
-        )
-        self._refuse_foreign_lr(wait=wait, advice=advice)
+        self._refuse_foreign_lr(wait=wait, advice=_ADVICE)
 
     def _steps_of_schedule(self) -> int:
         schedule: Any = self.schedule
@@ -233,19 +235,19 @@ class AutoLR(RoundScheduler, LRScheduler):
             finally:
                 for group, lr in zip(groups, own, strict=True):
                     group["lr"] = lr
-        for part in parts_of(self.schedule):
-            follow_momentum(part, self.optimizer.param_groups, len(groups))
-        if self._rounds.values.gated:
-            self._rounds.values.schedule_moved(self._schedule_lrs, new)
+        values = self._rounds.values
+        if values.joined:
+            for part in parts_of(self.schedule):
+                follow_momentum(part, self.optimizer.param_groups, len(groups))
+        if values.gated:
+            values.schedule_moved(self._schedule_lrs, new)
         self._schedule_lrs = new
         self._schedule_step = self._steps_of_schedule()
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
-        loop = self._rounds
-        return [
-            lr * factor for lr, factor in zip(loop.values.of_all(self._schedule_lrs), loop.values.factors, strict=True)
-        ]
+        values = self._rounds.values
+        return [lr * factor for lr, factor in zip(values.of_all(self._schedule_lrs), values.factors, strict=True)]
 
     def _first_lr(self) -> float:
         return self._schedule_lrs[0]
