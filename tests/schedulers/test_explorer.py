@@ -556,7 +556,7 @@ BREAK: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no outer": lambda s: s["rounds"].pop("outer"),
     "outer of another model": lambda s: s["rounds"]["outer"]["centre"].pop(),
     "outer without velocity": lambda s: s["rounds"]["outer"].update(velocity=[]),
-    "signal": lambda s: s["rounds"].update(signal={"totals": [1.0], "weights": [1.0]}),
+    "losses": lambda s: s["rounds"].update(losses={"totals": [1.0], "weights": [1.0]}),
 }
 SAYS = {
     "version": "state_dict must have version 1, but got version 99",
