@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from hdet.checks import FloatArray
+from hdet.policy.panel import KnobEvidence
 from hdet.policy.round import Verdict
-from hdet.policy.steering import KnobEvidence, Steering
+from hdet.policy.steering import Steering
 
 Numbers = tuple[float, ...]
 

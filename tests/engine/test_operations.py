@@ -273,7 +273,7 @@ def _quarantined() -> dict[str, Any]:
     }
 
 
-def test_a_replica_whose_loss_explodes_is_left_out_and_starts_anew() -> None:
+def test_a_replica_whose_loss_explodes_is_left_out_and_restarted() -> None:
     results = launch(_quarantined, 3)
     for result in results:
         assert result["explosion"] > 50

@@ -112,7 +112,7 @@ def _preempted(folder: str, other_folder: str, step: int) -> Results:
     return [train(folder, preempt_at=step), *_in_turn(folder, other_folder)]
 
 
-def test_preempted_at_the_end_of_a_round_it_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_preempted_at_the_end_of_a_round_it_continues_as_the_uninterrupted_run(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("job", "undisturbed")]
     for folder in folders:
         folder.mkdir()

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hdet.checks import FloatArray
+from hdet.policy.panel import Panel
 from hdet.policy.spread import assign, multipliers
-from hdet.policy.steering import Panel, Steering
+from hdet.policy.steering import Steering
 
 counts = st.integers(1, 17)
 nums = st.integers(1, 9)
@@ -45,7 +46,7 @@ def test_it_is_a_pure_function(n: int, k: int, seed: int, index: int, balanced: 
 
 @pytest.mark.parametrize("balanced", [True, False])
 @pytest.mark.parametrize("n", [4, 5, 8])
-def test_every_round_and_every_seed_deals_anew(n: int, balanced: bool) -> None:
+def test_every_round_and_every_seed_has_its_own_assignment(n: int, balanced: bool) -> None:
     for name in ("round_index", "seed"):
         assigned = {
             assign(n, 3, **{"seed": 0, "round_index": 0, name: i}, balanced=balanced).tobytes() for i in range(20)

@@ -35,7 +35,9 @@ def _found(path: Path, text: str) -> list[str]:
 
 def test_sources_and_documentation_are_plain() -> None:
     prose = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    found = [line for path in (*prose, *sorted((ROOT / "src").rglob("*.py"))) for line in _found(path, path.read_text())]
+    found = [
+        line for path in (*prose, *sorted((ROOT / "src").rglob("*.py"))) for line in _found(path, path.read_text())
+    ]
     assert found == []
 
 

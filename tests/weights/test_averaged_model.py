@@ -118,7 +118,7 @@ def test_a_round_that_is_undone_does_not_reach_the_average(found: list[dict[str,
         assert result["broken"]
 
 
-def test_buffers_are_averaged_or_computed_anew() -> None:
+def test_buffers_are_averaged_or_recomputed() -> None:
     """As torch has it; nothing of a scheduler is copied with the model."""
     model = nn.Sequential(net()[0], nn.BatchNorm1d(4).double(), net()[2])
     run = Run(model, FACES["gradient"], (0, 1))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hdet.checks import FloatArray, mapping_of, number, shown
 from hdet.controllers.base import Controller
 from hdet.knobs import Knob
-from hdet.policy.steering import Panel
+from hdet.policy.panel import Panel
 from hdet.signals.probe import Probe
 
 MAX_POSITION = 30.0

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from hdet.checks import BoolArray, FloatArray
+from hdet.policy.panel import Looked
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
-from hdet.policy.steering import Looked, Steering
+from hdet.policy.steering import Steering
 
 
 @dataclass(frozen=True)

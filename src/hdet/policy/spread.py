@@ -56,7 +56,7 @@ def assign(num_replicas: int, num_knobs: int, *, seed: int, round_index: int, ba
     stand at the two ends, -1 and 1, along columns of a Hadamard matrix, which makes standard errors smaller besides.
     Otherwise the least correlated of 64 draws of permutations.
 
-    A pure function of its arguments. Signs, columns and replicas are shuffled anew in every round.
+    A pure function of its arguments. Signs, columns and replicas are shuffled in every round.
     """
     if num_replicas == 1:
         return np.zeros((num_knobs, 1))

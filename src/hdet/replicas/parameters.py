@@ -21,7 +21,7 @@ def trained_parameters(optimizer: Optimizer, model: nn.Module | None) -> list[nn
 
 
 def refuse_copies(optimizer: Optimizer, model: nn.Module | None) -> None:
-    """Raise where an optimizer trains none of the model's own parameters, but copies or shards made of them."""
+    """Raise where an optimizer trains copies or shards of the model's parameters instead of the parameters."""
     own = {_identity(p) for p in model.parameters()} if model is not None else set()
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     if own and trained and not any(_identity(p) in own for p in trained):

@@ -70,7 +70,7 @@ def own_part(saved: Tensor, parameter: Tensor) -> Tensor:
             raise ValueError(
                 f"a state saved with placements {saved.placements} cannot be loaded where they are "
                 f"{None if found is None else tuple(found.placements)}; save whole tensors, or use "
-                "torch.distributed.checkpoint, which cuts them anew"
+                "torch.distributed.checkpoint, which shards them for this mesh"
             )
         here, there = found.mesh.get_coordinate(), saved.device_mesh.get_coordinate()
         if here != there:

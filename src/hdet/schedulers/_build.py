@@ -20,9 +20,10 @@ from hdet.engine.values import Values
 from hdet.knobs import Knob, LearningRate
 from hdet.knobs.knob_set import KnobSet
 from hdet.options import AnchorChoice, Groups
+from hdet.policy.panel import NO_PANEL, Panel
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
-from hdet.policy.steering import NO_PANEL, Panel, Steering
+from hdet.policy.steering import Steering
 from hdet.replicas.find import find_replicas, refuse_shared_gradients
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import check_parameters, refuse_copies, shape_digest, trained_parameters

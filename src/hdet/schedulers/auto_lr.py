@@ -46,10 +46,9 @@ from hdet.schedulers._torch_state import all_of, check_lrs, copied, is_torchs, l
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 
-
 _ADVICE = (
-    "AutoLR wraps all of a run's schedules: AutoLR(ChainedScheduler([...])), AutoLR(SequentialLR(...)), and a LambdaLR for "
-    "what is changed by hand; call step() of AutoLR alone"
+    "AutoLR wraps all of a run's schedules: AutoLR(ChainedScheduler([...])), AutoLR(SequentialLR(...)), and a LambdaLR "
+    "for what is changed by hand; call step() of AutoLR alone"
 )
 
 

@@ -73,7 +73,7 @@ class Snapshot:
             live = optimizer.state[p]
             for name in list(live):
                 if name not in kept_state:
-                    del live[name]  # the optimizer makes it anew, as in its first step
+                    del live[name]  # the optimizer creates it again, as in its first step
             for name, value in kept_state.items():
                 if isinstance(value, Tensor) and isinstance(live.get(name), Tensor):
                     live[name].copy_(value)  # in place: compiled and captured steps hold on to these tensors
