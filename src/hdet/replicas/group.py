@@ -58,7 +58,7 @@ class Replicas:
         It takes place in the process group's key-value store, where a replica that never comes, or comes
         with other arguments, is found out instead of leaving the rest in a collective that cannot match. The cost is
         a handful of small messages a replica, whatever their number. With ``wait=False`` this replica only states its
-        facts. The last to leave clears up: the store may outlive this process: torchrun restarts workers with the same one.
+        facts. The last to leave clears up: torchrun restarts workers with the same store.
         """
         if self.group is None or self.count == 1:
             return
