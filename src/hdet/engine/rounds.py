@@ -1,9 +1,10 @@
 """The round loop: the one place where losses become a decision and weights become their mean.
 
-``loss -> signal -> controller -> scales`` and ``weights -> converge -> weights`` meet here, in the order of the paper:
-after the optimizer step that ends a round, converge (Eq. 3), controller (Eq. 4 to 7, or 12), new permutation (Eq. 9),
-and where there is an anchor, the replicas' new places on the line through it (Eq. 11). The loop only orders: the policy
-decides, the averager moves the weights. Schedulers supply a schedule and multiply it by :attr:`RoundLoop.factors`.
+``loss -> signal -> controller -> scales`` and ``weights -> converge -> weights`` meet here. After the optimizer step
+that ends a round: replicas compare notes, the policy decides (Eq. 4 to 7, or 12), the averager takes the mean (Eq. 3), and
+where there is an anchor the replicas take new places on the line through it (Eq. 11), with new multipliers (Eq. 9). The
+loop only orders: the policy decides, the averager moves the weights. Schedulers multiply their schedule by
+:attr:`Values.factors <hdet.engine.values.Values.factors>`.
 """
 
 from __future__ import annotations

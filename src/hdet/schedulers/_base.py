@@ -7,7 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -139,20 +139,15 @@ class RoundScheduler:
         """What the schedule alone gives the first param group now."""
         raise NotImplementedError
 
-    @contextmanager
-    def _scheduled_groups(self) -> Iterator[list[dict[str, Any]]]:
+    def _scheduled_groups(self) -> AbstractContextManager[list[dict[str, Any]]]:
         """The optimizer with the param groups that the schedule knows: torch's have no place for more."""
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
-        values = self._loop.values if self._loop is not None else None
-        known = groups if values is None else groups[: len(values.knob_of_group) - len(values.joined)]
-        if len(known) == len(groups):
-            yield groups
-            return
-        optimizer.param_groups = known
-        try:
-            yield known
-        finally:
-            optimizer.param_groups = groups
+        groups = self.optimizer.param_groups
+        if self._loop is not None:
+            values = self._loop.values
+            num_known = len(values.knob_of_group) - len(values.joined)
+            if num_known < len(groups):
+                return _with_groups(self.optimizer, groups[:num_known])
+        return nullcontext(groups)  # in every step: no generator where nothing has to change
 
     def _warn_if_apart(self) -> None:
         if self.weights_apart:
@@ -258,6 +253,16 @@ class RoundScheduler:
             optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
         if loop.counts_updates:
             optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    before = optimizer.param_groups
+    optimizer.param_groups = groups
+    try:
+        yield groups
+    finally:
+        optimizer.param_groups = before
 
 
 def refuse_second(optimizer: Optimizer) -> None:
