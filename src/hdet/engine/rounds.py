@@ -1,10 +1,10 @@
 """The round loop: the one place where losses become a decision and weights become their mean.
 
 ``loss -> signal -> controller -> scales`` and ``weights -> converge -> weights`` meet here. After the optimizer step
-that ends a round: replicas compare notes, the policy decides (Eq. 4 to 7, or 12), the averager takes the mean (Eq. 3), and
-where there is an anchor the replicas take new places on the line through it (Eq. 11), with new multipliers (Eq. 9). The
-loop only orders: the policy decides, the averager moves the weights. Schedulers multiply their schedule by
-:attr:`Values.factors <hdet.engine.values.Values.factors>`.
+that ends a round: replicas compare notes, the policy decides (Eq. 4 to 7, or 12), the averager takes the mean (Eq.
+3), and where there is an anchor the replicas take new places on the line through it (Eq. 11), with new multipliers
+(Eq. 9). The loop only orders: the policy decides, the averager moves the weights. Schedulers multiply their schedule
+by :attr:`Values.factors <hdet.engine.values.Values.factors>`.
 """
 
 from __future__ import annotations
