@@ -108,7 +108,7 @@ def test_with_a_signal_onecycle_takes_all_of_adapt() -> None:
     options = {"groups": "each", "first_scale": 0.5, "start_steps": 7, "hold_share": 0.5, "bounds": (0.1, 10.0)}
     cycle, auto = _cycle(signal="gradient", model_sync_interval=2, **options), _auto(total_steps=40, **options)
     for name in ("gated", "factors"):
-        assert getattr(cycle._rounds, name) == getattr(auto._rounds, name), name
+        assert getattr(cycle._rounds.values, name) == getattr(auto._rounds.values, name), name
     assert cycle._rounds.policy.acting == auto._rounds.policy.acting == (7, 20)
 
 
