@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-# Python compiles a module when it is first imported; compiling all of torch here would take longer than the download.
+# Python compiles a module when it is first imported; compiling all of torch would take the demo longer than the download.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test browser lint types format bench soak docs clean
@@ -15,6 +15,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 .venv/.ready: .venv/.demo
 	$(PIP) "$(TORCH)" -e ".[dev]"
+	$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true # many processes import torch, and some may not write
 	touch $@
 
 demo: .venv/.demo
