@@ -37,6 +37,7 @@ class RoundScheduler:
     _last_lr: list[float | Tensor]
     optimizer: Optimizer
     last_epoch: int
+    _knows_caller = False
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         """Add a loss to the round's mean without taking a step: micro-batches, or loops that call ``step()`` bare.
@@ -163,6 +164,9 @@ class RoundScheduler:
 
     def _refuse_repeats(self) -> None:
         """Raise where Accelerate's wrapper calls ``step`` once for each process: rounds count optimizer steps."""
+        if self._knows_caller:
+            return
+        self._knows_caller = True
         caller = sys._getframe(2)
         # Only there: a frame whose locals are looked at holds on to copies of them.
         if caller.f_globals.get("__name__") != "accelerate.scheduler":

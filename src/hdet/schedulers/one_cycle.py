@@ -233,14 +233,16 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
     def _move_schedule(self) -> None:
         """What the schedule alone gives now, the momentum included; tell the gate by how much it rose."""
         with self._scheduled_groups() as groups:
-            lrs = self._torch_lrs(self.last_epoch, cycle_momentum=self.cycle_momentum)
+            lrs = self._own_lrs()
             if self._decay != "schedule" and self.last_epoch > self._decay_from:
                 lrs = self._geometric_lrs()
         old, self._schedule_lrs = self._schedule_lrs, lrs
         if self._loop is not None:
-            follow_momentum(self, self.optimizer.param_groups, len(groups))
-            if old is not None and self._loop.values.gated:
-                self._loop.values.schedule_moved(old, lrs)
+            values = self._loop.values
+            if values.joined:
+                follow_momentum(self, self.optimizer.param_groups, len(groups))
+            if old is not None and values.gated:
+                values.schedule_moved(old, lrs)
 
     def _first_lr(self) -> float:
         return float(self._schedule_lrs[0]) if self._schedule_lrs else 0.0
@@ -260,15 +262,23 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
             lrs.append(start * math.exp(-math.log(ratio) * progress))
         return lrs
 
-    def _torch_lrs(self, step: float, *, cycle_momentum: bool = False) -> list[float | Tensor]:
-        """OneCycleLR's learning rates at ``step``; it writes the momentum of that step too where it may."""
-        kept = {key: getattr(self, key) for key in ("cycle_momentum", "last_epoch", "_get_lr_called_within_step")}
-        self.__dict__.update(cycle_momentum=cycle_momentum, last_epoch=step, _get_lr_called_within_step=True)
+    def _own_lrs(self) -> list[float | Tensor]:
+        """What OneCycleLR gives now; it writes the momentum too, where it cycles that."""
+        before, self._get_lr_called_within_step = self._get_lr_called_within_step, True
+        try:
+            return super().get_lr()
+        finally:
+            self._get_lr_called_within_step = before
+
+    def _torch_lrs(self, step: float) -> list[float | Tensor]:
+        """OneCycleLR's learning rates at ``step``, with the momentum left alone."""
+        kept = self.cycle_momentum, self.last_epoch
+        self.__dict__.update(cycle_momentum=False, last_epoch=step)
         try:
             with self._scheduled_groups():
-                return super().get_lr()
+                return self._own_lrs()
         finally:
-            self.__dict__.update(kept)
+            self.cycle_momentum, self.last_epoch = kept
 
     def _refresh(self) -> None:
         """Write the current learning rates into the optimizer."""
