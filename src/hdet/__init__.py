@@ -1,6 +1,7 @@
 """HDET: data-parallel training whose replicas disagree about the learning rate on purpose, and learn from it."""
 
 from hdet import knobs
+from hdet.found import Found
 from hdet.history import RoundRecord
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers import AutoLR, OneCycleAutoLR
@@ -14,6 +15,7 @@ __all__ = [
     "Copies",
     "Explorer",
     "Faults",
+    "Found",
     "OneCycleAutoLR",
     "RoundRecord",
     "knobs",

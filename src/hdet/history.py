@@ -61,6 +61,9 @@ class RoundRecord:
             round was undone.
         num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty in a
             run without a process group.
+        phase: what the learning rates were doing: in the ``"climb"``, finding their ``"level"``, on ``"hold"`` for the
+            rest of the run, or ``""``.
+        events: what was done to the run in this round, in plain English: a restart after the climb, a rollback.
         resumed_from: in the first round after a resume with another number of replicas, how many there were before.
     """
 
@@ -82,6 +85,8 @@ class RoundRecord:
     num_updates: tuple[int, ...] = ()
     resumed_from: int | None = None
     held: bool = False
+    phase: str = ""
+    events: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -118,6 +123,8 @@ class RoundRecord:
             quarantined=tuple(np.flatnonzero(verdict.quarantined).tolist()),
             num_rollbacks=verdict.num_rollbacks,
             held=verdict.held,
+            phase=verdict.phase,
+            events=verdict.events,
             knobs=_knob_records(verdict, steering.positions(), knobs),
             **measured,
         )

@@ -49,13 +49,17 @@ class Adapt(_Options):
         anchor: from where effects are measured: the ``"start"`` of the run, the last ``"round"``, or renewed every so
             many rounds. A copy of the weights.
         groups: one scale for all param groups (``"together"``), or one for ``"each"``.
-        gated: whether the schedule's warm-up needs evidence; default in a run of at least 50 rounds.
-        first_scale: where the scale starts; default 0.03 with the gradient signal, which climbs from there in a few
-            rounds, and 0.2 with the loss signal; 1 in a run of fewer than 50 rounds. A start below 1 is what makes a
-            schedule far too high harmless.
+        climb: whether the run first finds its learning rate, in some tens of steps that are then undone (Eq. 14);
+            default with the gradient signal, at the start of a run of 200 steps or more (100 where no schedule is
+            given), unless ``controller``, ``gated`` or ``first_scale`` is given.
+        gated: whether the schedule's warm-up needs evidence; default in a run of at least 50 rounds. A climb takes the
+            warm-up's place.
+        first_scale: where the scale starts without a climb; default 0.03 with the gradient signal and 0.2 with the loss
+            signal; 1 in a run of fewer than 50 rounds. A start below 1 is what makes a schedule far too high harmless.
         start_steps: steps before base values may move; default a fiftieth of ``total_steps`` where they are known,
-            else 0.
-        hold_share: share of ``total_steps`` at the end in which the scale holds still.
+            else 0; none after a climb.
+        hold_share: share of ``total_steps`` at the end in which the scale holds still; default with the gradient signal
+            the schedule's final decay where that is a late one, else a fifth, with the loss signal a twentieth.
         bounds: the scale stays inside.
         sample_every: steps between samples of the gradient signal; default every step of a small model, every eighth of
             one with more than ten million parameters, at most 64 a round.
@@ -72,11 +76,12 @@ class Adapt(_Options):
     spread: float = 0.1
     anchor: AnchorChoice = "start"
     groups: Groups = "together"
+    climb: bool | None = None
     gated: bool | None = None
     first_scale: float | None = None
     start_steps: int | None = None
-    hold_share: float = 0.05
-    bounds: tuple[float, float] = (1e-6, 1e6)
+    hold_share: float | None = None
+    bounds: tuple[float, float] = (1e-12, 1e12)
     sample_every: int | None = None
     assignment: Literal["balanced", "permutation"] = "balanced"
 
@@ -88,12 +93,14 @@ class Adapt(_Options):
         anchored = self.anchor in ("start", "round") if isinstance(self.anchor, str) else whole(self.anchor) >= 1
         require(anchored, "anchor", '"start", "round" or a number of rounds >= 1', self.anchor)
         require_one_of("groups", self.groups, "together", "each")
+        require(self.climb is None or is_flag(self.climb), "climb", "None, True or False", self.climb)
         require(self.gated is None or is_flag(self.gated), "gated", "None, True or False", self.gated)
         fine = self.first_scale is None or number(self.first_scale) > 0
         require(fine, "first_scale", "a finite number > 0", self.first_scale)
         fine = self.start_steps is None or whole(self.start_steps) >= 0
         require(fine, "start_steps", "an integer >= 0", self.start_steps)
-        require(0 <= number(self.hold_share) < 1, "hold_share", "in [0, 1)", self.hold_share)
+        fine = self.hold_share is None or 0 <= number(self.hold_share) < 1
+        require(fine, "hold_share", "in [0, 1)", self.hold_share)
         pair = self.bounds
         fine = isinstance(pair, (tuple, list)) and len(pair) == 2 and 0 < number(pair[0]) <= 1 <= number(pair[1])
         require(fine, "bounds", "a pair (low, high) with 0 < low <= 1 <= high < inf", pair)

@@ -19,12 +19,14 @@ class Evidence(NamedTuple):
         slopes: derivative of the loss over the logarithm of each knob, and its standard error, both of shape (K,),
             where the signal measures it directly; NaN where it could not.
         risen: by how much the schedule's warm-up has raised the logarithm of each knob in this round, shape (K,).
+        progress: share of the time in which base values may move that has passed; None where nobody knows its length.
     """
 
     losses: FloatArray
     multipliers: FloatArray
     slopes: tuple[FloatArray, FloatArray] | None = None
     risen: FloatArray | None = None
+    progress: float | None = None
 
 
 class Decision(NamedTuple):
@@ -46,7 +48,8 @@ class Controller(Protocol):
     """A pure function of its state and the evidence; the state is a NamedTuple of arrays.
 
     It may also have ``check_state(state)``, which raises ValueError for a loaded state it could not have made, and
-    ``insert(index)``, which makes room where it has settings for each knob and one joins.
+    ``insert(index)``, which makes room where it has settings for each knob and one joins, and ``forget(state)``, which
+    keeps what is still true after a round was undone; without it the state begins anew.
     """
 
     def init(self, num_knobs: int) -> Any: ...

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from hdet.checks import BoolArray
 from hdet.engine.place import Place
-from hdet.engine.rollback import Fallback
+from hdet.engine.rollback import Fallback, Start
 from hdet.policy.round import Verdict
 from hdet.replicas.average import Flight, is_healthy
 from hdet.replicas.parameters import shape_digest
@@ -139,7 +139,9 @@ class Averager:
         distance, averaged, healthy = 0.0, "none", verdict.healthy
         if verdict.go_back:
             assert self.fallback is not None
-            self.fallback.snapshot.restore(self.weights.local(), self.optimizer)
+            self.fallback.restore(self.weights, self.optimizer)
+            if not verdict.undoes:
+                self.fallback = None  # there was a climb to undo, and it is over
             self.outer.restart(self.weights.anchored())
         else:
             if not healthy.all():
@@ -151,7 +153,8 @@ class Averager:
                     return distance, averaged
             elif not healthy.all():
                 self.weights.repair(self.weights.local().values(), healthy, alike=True)
-            self._keep()
+            if verdict.keep:
+                self._keep()
         self.place.end_round(step, shared=verdict.go_back or averaged == "all", last=last)
         if verdict.new_anchor:
             assert self.anchor is not None
@@ -208,7 +211,7 @@ class Averager:
 
     def _keep(self) -> None:
         if self.fallback is not None:
-            self.fallback.snapshot.take(self.weights.local(), self.optimizer)
+            self.fallback.keep(self.weights, self.optimizer)
 
     def spread_out(self, rho: Sequence[float]) -> None:
         """Eq. 11: from the centre to this replica's place on the line, by each param group's multiplier."""
@@ -247,20 +250,34 @@ class Averager:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """The same names at any time: what a run that has not begun would start from."""
+    def state_dict(self, *, climbing: bool) -> dict[str, Any]:
+        """The same names at any time, but in mid-climb: what a run that has not begun would start from."""
         parameters = self.weights.anchored()
         anchor = [] if self.anchor is None else self.anchor.copies or [local_tensor(p) for p in parameters]
         return {
             "left_at_mean": self.place.left_at_mean,
             "anchor": [as_saved(copy, p) for copy, p in zip(anchor, parameters, strict=bool(anchor))],
             "outer": self.outer.state_dict(parameters),
+            "start": self.fallback.state_dict(self.weights) if climbing and self.fallback is not None else {},
         }
 
+    def check_start(self, state: Any) -> Start | None:
+        """What a climb goes back to, of a saved state; ValueError or KeyError where it cannot be used."""
+        return Start.of(state, self.weights)
+
     def load_state_dict(
-        self, state: Mapping[str, Any], anchor: Sequence[Tensor], rho: Sequence[float], *, step: int
+        self,
+        state: Mapping[str, Any],
+        anchor: Sequence[Tensor],
+        rho: Sequence[float],
+        *,
+        step: int,
+        start: Start | None = None,
     ) -> None:
-        """Continue from a state that has been checked; ``anchor``: this rank's part of it."""
+        """Continue from a state that has been checked; ``anchor``: this rank's part of it.
+
+        ``start``: what the climb that is under way goes back to.
+        """
         parameters = self.weights.anchored()
         self.outer.load_state_dict(state["outer"], parameters)
         # A checkpoint is one model: what follows need not bring replicas together first.
@@ -271,7 +288,7 @@ class Averager:
             self._flight = None
         self.place.resume(step, at_mean=bool(state["left_at_mean"]))
         if self.fallback is not None:
-            self.fallback.restart(self.weights.local() if self.apart else None)
+            self.fallback.restart(self.weights.local() if self.apart else None, start)
         if self.anchor is not None:
             self.anchor.copies = []
             if anchor:

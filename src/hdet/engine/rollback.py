@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.checks import mapping_of, shown
+from hdet.replicas.sharding import as_saved
 from hdet.weights.averaged import Weights
+from hdet.weights.saved import tensors_of
 from hdet.weights.snapshot import Snapshot
+
+
+class Start(NamedTuple):
+    """What a climb goes back to, as a checkpoint of its middle holds it: weights, and the state of each parameter."""
+
+    tensors: dict[int, Tensor]
+    state: dict[int, dict[str, Any]]
+
+    @classmethod
+    def of(cls, saved: Any, weights: Weights) -> Start | None:
+        """Of a saved state; None where it has none. ValueError or KeyError where it cannot be used."""
+        found = mapping_of(saved, "start")
+        if not found:
+            return None
+        averaged = weights.averaged()
+        tensors = tensors_of(found["weights"], averaged, "start", "the shapes of the model")
+        state = found["optimizer"]
+        if not isinstance(state, (list, tuple)) or not all(isinstance(each, Mapping) for each in state):
+            raise ValueError(f"start must have a mapping for each parameter's state, but got {shown(state)}")
+        by_key = dict(zip((id(t) for t in averaged), tensors, strict=False))
+        return cls(by_key, {index: dict(each) for index, each in enumerate(state)})
 
 
 class Fallback:
@@ -25,17 +50,39 @@ class Fallback:
     def before_first_step(self, weights: Weights, optimizer: Optimizer) -> None:
         """Keep what training starts from; after a resume, the centre that was loaded."""
         if not self.snapshot.taken:
-            self.snapshot.take(self._loaded or weights.local(), optimizer)
+            self.snapshot.take(self._loaded or weights.kept(), optimizer)
             self._loaded = None
+
+    def keep(self, weights: Weights, optimizer: Optimizer) -> None:
+        """A healthy round has ended here."""
+        self.snapshot.take(weights.kept(), optimizer)
+
+    def restore(self, weights: Weights, optimizer: Optimizer) -> None:
+        """Go back."""
+        self.snapshot.restore(weights.kept(), optimizer)
 
     def add(self, weights: Weights) -> None:
         """Parameters that join in mid-run go back to where they are now."""
-        tensors = weights.local()
+        tensors = weights.kept()
         self.snapshot.add(tensors)
         if self._loaded is not None:
             self._loaded |= {key: t.clone() for key, t in tensors.items() if key not in self._loaded}
 
-    def restart(self, centre: Mapping[int, Tensor] | None) -> None:
+    def restart(self, centre: Mapping[int, Tensor] | None, start: Start | None = None) -> None:
         """After a resume; ``centre``: the weights to go back to, where they are not those at hand."""
         self.snapshot.forget()
         self._loaded = None if centre is None else {key: t.clone() for key, t in centre.items()}
+        if start is not None:
+            self._loaded = None
+            self.snapshot.fill(start.tensors, start.state)
+
+    def state_dict(self, weights: Weights) -> dict[str, Any]:
+        """Where it would go back to, as plain types and tensors that are sharded as the weights are."""
+        found = self.snapshot.latest
+        if found is None:
+            return {}
+        tensors, state = found
+        return {
+            "weights": [as_saved(tensors[id(t)], t) for t in weights.averaged()],
+            "optimizer": [state.get(index, {}) for index in range(len(weights.anchored()))],
+        }

@@ -9,6 +9,7 @@ by :attr:`Values.factors <hdet.engine.values.Values.factors>`.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections import deque
@@ -23,10 +24,12 @@ from torch.optim import Optimizer
 
 from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
+from hdet.engine.curve import Curve
 from hdet.engine.state import read_round, refuse_copy
 from hdet.engine.tally import Tally
 from hdet.engine.values import Values
 from hdet.history import RoundRecord
+from hdet.notices import tell
 from hdet.policy.round import Observed, RoundPolicy
 from hdet.replicas.agreement import Note, Table, compare_notes
 from hdet.signals.base import Signal, merged
@@ -85,6 +88,7 @@ class RoundLoop:
         self._tally = Tally(self.replicas, updates_alike=averager.shared_gradients)
         self._resumed_from: int | None = None
         self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
+        self.curve = Curve()
         self.sinks: list[Callable[[RoundRecord], object]] = []
 
     @property
@@ -117,6 +121,7 @@ class RoundLoop:
         with self.lock:
             self.averager.begin()
             for signal in self.signals:
+                signal.dense = self.policy.climbing
                 signal.before_step(self.optimizer)
         if self.skip_nonfinite:
             drop_nonfinite(self.optimizer)
@@ -173,11 +178,13 @@ class RoundLoop:
         table = self._meet(step, losses_required=acting and any(s.needs_losses for s in self.signals))
         schedule = np.array([float(value) for value in self.values.of_all(scheduled)])
         reading = merged([signal.drain() for signal in self.signals])
+        rate = float(schedule[0] * self.values.base_factors[0]) if len(schedule) else math.nan
         verdict = self.policy.end_round(
             Observed(
                 step=step,
                 losses=table.losses,
                 finite=table.finite,
+                rate=rate,
                 losses_given=bool(table.weights.any()),
                 compared=reading.losses,
                 slopes=reading.slopes,
@@ -187,6 +194,9 @@ class RoundLoop:
         distance, averaged = self.averager.end_round(step, verdict, self.values.multipliers(), last=last)
         for message in verdict.messages:
             warnings.warn(message, stacklevel=5)
+        if verdict.phase == "climb" and not verdict.messages:
+            for event in verdict.events:
+                tell(event)
         if last:
             self._end()
         self.values.update()
@@ -206,6 +216,10 @@ class RoundLoop:
             resumed_from=self._resumed_from,
         )
         self._history.append(record)
+        if record.phase != "climb":
+            self.curve.add(step, record.base_values)
+        elif not self.policy.climbing:
+            self.curve.begin(step, record.base_values)
         self._resumed_from = None
         self._tally.reset()
         for sink in self.sinks:
@@ -323,7 +337,8 @@ class RoundLoop:
             self.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
         return {
             **self.policy.state_dict(),
-            **self.averager.state_dict(),
+            **self.averager.state_dict(climbing=self.policy.climbing),
+            "curve": self.curve.state_dict(),
             "losses": self._tally.state_dict(),
             "num_ranks": self.replicas.count,
             "signals": {signal.name: signal.state_dict() for signal in self.signals},
@@ -339,12 +354,21 @@ class RoundLoop:
         saved = read_round(state, parameters, self.signals, self._tally)
         self.averager.outer.check_state(state["outer"], parameters)
         starts = self.knobs.check_starts(state["knobs"])
+        curve = Curve.check_state(state["curve"])
+        start = self.averager.check_start(state["start"])
         self.policy.load_state_dict(state)  # checks everything before it changes anything
         self.knobs.restart(starts)
         self.steering.set_bounds(self.knobs.bounds())
         if self.finished:
             self._local = self._make_local()
-        self.averager.load_state_dict(state, saved.anchor, self.values.multipliers(), step=step)
+        if self.policy.climbing and step > 0 and not start:
+            self.policy.climb_again(step)
+            saved = saved._replace(anchor=[])
+            tell("the saved state has no first weights for the climb to go back to: it begins again, from these")
+        self.averager.load_state_dict(
+            state, saved.anchor, self.values.multipliers(), step=step, start=start if self.policy.climbing else None
+        )
+        self.curve.load(curve)
         self.values.joined, self._joined_shared = saved.joined, True
         self._tally.load(saved.losses)
         self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None

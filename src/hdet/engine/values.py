@@ -56,7 +56,7 @@ class Values:
         by_knob = (self.steering.scales * self.steering.multipliers[:, self.index]).tolist()
         self.factors: list[float] = [by_knob[knob] for knob in self.knob_of_group]
         """What the schedule's value of each param group is multiplied by."""
-        self.gated = bool(self.steering.rising.any())
+        self.gated = self.steering.follows_schedule
         """Whether :meth:`schedule_moved` wants to be told."""
         self.write_knobs()
 

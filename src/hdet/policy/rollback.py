@@ -59,6 +59,8 @@ class Rollback:
         self.strict = strict
         self.guard, self.guard_state = Guard(), GuardState()
         self.num_rollbacks = 0
+        self.cause = ""
+        """Of the last broken round."""
         self._warned = False
 
     def is_broken(self, losses: FloatArray, *, weights_fine: bool, losses_given: bool, step: int) -> bool:
@@ -69,7 +71,11 @@ class Rollback:
             self.guard_state, fine = self.guard_state._replace(num_strikes=0), True
         else:
             loss = float(finite.mean()) if weights_fine and len(finite) else math.nan
+            usual = self.guard_state.recent[-1:]
             self.guard_state, fine = self.guard.update(self.guard_state, loss)
+            self.cause = "loss or weights were not finite"
+            if not fine and math.isfinite(loss):
+                self.cause = f"the loss jumped to {loss:.4g} from {usual[0]:.4g}"
         if fine:
             self.budget.recover()
         elif self.guard_state.num_strikes > max_rollbacks or (self.strict and self.budget.spent):
@@ -80,14 +86,23 @@ class Rollback:
             )
         return not fine
 
-    def take(self) -> tuple[str, ...]:
-        """Count a round that is undone; returns what the user should be told, the first time the budget is spent."""
+    def take(self, step: int) -> tuple[str, tuple[str, ...]]:
+        """Count a round that is undone; returns what was done, and what the user should be told now.
+
+        That is the first one, and the first time the budget is spent.
+        """
         self.num_rollbacks += 1
         self.budget.take()
+        done = (
+            f"the round that ended at step {step} was undone, because {self.cause}: weights and optimizer state are "
+            f"those of the last healthy round, and learning rates are multiplied by {CUT:g}"
+        )
+        messages = (f"{done}. Later ones are in scheduler.history",) if self.num_rollbacks == 1 else ()
         if not self.budget.spent or self.strict or self._warned:
-            return ()
+            return done, messages
         self._warned = True
-        return (
+        return done, (
+            *messages,
             f"max_rollbacks={self.budget.max_rollbacks} are spent: rounds break more often than every {RECOVERY} "
             "rounds. The learned scale holds still until healthy rounds have made up for it "
             "(RoundRecord.held), and broken rounds are still undone; lower the learning rate, or look for bad "

@@ -6,6 +6,7 @@ that such a decision needs: when rounds end, the steering, what undoes a round, 
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Mapping
@@ -15,10 +16,14 @@ from typing import Any
 import numpy as np
 
 from hdet.checks import BoolArray, FloatArray
+from hdet.policy.climb import WHY, Climb
 from hdet.policy.panel import Looked
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
 from hdet.policy.steering import Steering
+
+MIN_STEPS = 4
+"""Of the first round after a climb, which ends with a whole interval."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Observed:
     Attributes:
         step: optimizer steps taken.
         losses: mean loss of each replica over the round; NaN where it has none.
+        rate: the first param group's base learning rate in the round's last step.
         finite: which replicas' weights are finite.
         losses_given: whether any replica was given a loss.
         compared: what replicas are compared by, where it is not ``losses``: their losses on held-out data.
@@ -38,6 +44,7 @@ class Observed:
     step: int
     losses: FloatArray
     finite: BoolArray
+    rate: float = 1.0
     losses_given: bool = True
     compared: FloatArray | None = None
     slopes: tuple[FloatArray, FloatArray] | None = None
@@ -59,7 +66,11 @@ class Verdict:
         num_rollbacks: rounds undone so far.
         scales, multipliers, positions: where learning rates and knobs stood during the round; positions by replica.
         looked: what the controllers looked at.
-        messages: what the user should be told.
+        phase: what the learning rate was doing: in the ``climb``, finding its ``level``, on ``hold``, or nothing.
+        events: what was done to the run, in plain English.
+        messages: what the user should be told now.
+        keep: whether to keep a copy of the weights, to go back to.
+        undoes: whether there may be something to undo later.
     """
 
     index: int
@@ -74,7 +85,11 @@ class Verdict:
     multipliers: FloatArray
     positions: tuple[FloatArray, ...]
     looked: Looked
+    phase: str
+    events: tuple[str, ...]
     messages: tuple[str, ...]
+    keep: bool
+    undoes: bool
 
     @property
     def healthy(self) -> BoolArray:
@@ -90,6 +105,7 @@ class RoundPolicy:
         interval: T, the optimizer steps of a round.
         acting: the controllers act at rounds that end after the first of these steps, and up to the second.
         rollback: what calls a round broken; None to undo nothing.
+        climb: how the learning rates are found first; None to start from where they are.
         quarantine: robust standard deviations above the median at which a replica's loss has exploded; None for never.
         anchored: whether effects are measured from an anchor.
         anchor_rounds: renew the anchor every so many rounds; None for never.
@@ -103,6 +119,7 @@ class RoundPolicy:
         interval: int,
         acting: tuple[float, float],
         rollback: Rollback | None = None,
+        climb: Climb | None = None,
         quarantine: float | None = None,
         anchored: bool = False,
         anchor_rounds: int | None = None,
@@ -112,6 +129,10 @@ class RoundPolicy:
         self.interval = interval
         self.acting = acting
         self.rollback = rollback
+        self.climb = climb
+        if climb is not None:
+            steering.multiply(climb.scale / float(steering.scales[0]))
+            steering.flat = True
         self.quarantine = Quarantine(quarantine) if quarantine is not None and repairable else None
         self.quarantine_state = QuarantineState()
         self.anchored = anchored
@@ -120,19 +141,39 @@ class RoundPolicy:
 
     # -- when ---------------------------------------------------------------------------------------------------
 
+    @property
+    def climbing(self) -> bool:
+        """Whether every step is a round of its own."""
+        return self.climb is not None and not self.climb.is_over
+
     def is_due(self, step: int, *, last: bool = False) -> bool:
         """Whether a round ends with this step."""
-        return last or step % self.interval == 0
+        if last or self.climbing:
+            return True
+        return step % self.interval == 0 and step >= self._first_end
+
+    @property
+    def _first_end(self) -> int:
+        """The first step in which a whole round may end: after a climb, not before there are samples enough."""
+        if self.climb is None or self.climb.ended is None:
+            return 0
+        return self.climb.ended + min(MIN_STEPS, self.interval)
 
     def num_steps(self, step: int) -> int:
         """How many steps the round that ``step`` belongs to has taken by then."""
-        return step - max(step - 1, 0) // self.interval * self.interval
+        if self.climbing:
+            return 1
+        begun = max(step - 1, 0) // self.interval * self.interval
+        if self.climb is not None and self.climb.ended is not None and begun < self._first_end:
+            begun = self.climb.ended
+        return step - begun
 
     def is_acting(self, step: int) -> bool:
         """Whether a controller will act on a round that ends here."""
         steering = self.steering
         has_controller = steering.controller is not None or steering.panel.controller is not None
-        return has_controller and self.acting[0] < step <= self.acting[1] and not self._held
+        in_time = self.acting[0] < step <= self.acting[1]
+        return has_controller and in_time and not self._held and not self.climbing
 
     @property
     def _held(self) -> bool:
@@ -142,23 +183,31 @@ class RoundPolicy:
 
     def end_round(self, seen: Observed) -> Verdict:
         """The verdict on the round that ends; the next one begins. Raises where training cannot go on."""
-        steering, held, acting = self.steering, self._held, self.is_acting(seen.step)
+        steering, held, climbing = self.steering, self._held, self.climbing
+        acting = self.is_acting(seen.step)
         quarantined = self._exploded(np.where(seen.finite, seen.losses, np.nan))
         healthy = seen.finite & ~quarantined
         losses = np.where(healthy, seen.losses, np.nan)
         compared = losses if seen.compared is None else np.where(healthy, seen.compared, np.nan)
         index, scales, multipliers = steering.round_index, steering.scales, steering.multipliers
         positions = tuple(steering.positions(r) for r in range(steering.num_replicas))
-        go_back = self._is_broken(seen, losses, healthy)
         looked, fallen = Looked(), False
+        events: tuple[str, ...] = ()
         messages: tuple[str, ...] = ()
-        if go_back:
+        if climbing:
+            go_back, events, messages = self._climb_on(seen, losses, healthy)
+            looked = Looked({"slope": tuple(seen.slopes[0].tolist())} if seen.slopes is not None else {})
+        elif go_back := self._is_broken(seen, losses, healthy):
             assert self.rollback is not None
             steering.cut(CUT)
-            messages = self.rollback.take()
+            done, messages = self.rollback.take(seen.step)
+            events = (done,)
         elif acting:
-            looked = steering.decide(compared, seen.slopes)
+            end = self.acting[1]
+            looked = steering.decide(compared, seen.slopes, None if math.isinf(end) else seen.step / end)
             fallen = self.anchored and steering.wants_new_anchor()
+        if seen.last and self.rollback is not None and self.rollback.num_rollbacks > 1:
+            messages += (f"{self.rollback.num_rollbacks} rounds of this run were undone; scheduler.history says why",)
         renewed = self.anchored and self.anchor_rounds is not None and (index + 1) % self.anchor_rounds == 0
         steering.next_round()
         return Verdict(
@@ -167,15 +216,54 @@ class RoundPolicy:
             finite=seen.finite,
             quarantined=quarantined,
             losses=compared,
-            new_anchor=fallen or (renewed and not seen.last),
+            new_anchor=fallen or (renewed and not seen.last and not climbing),
             held=held,
             num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
             scales=scales,
             multipliers=multipliers,
             positions=positions,
             looked=looked,
+            phase="climb" if climbing else "level" if acting else "hold" if seen.step > self.acting[1] else "",
+            events=events,
             messages=messages,
+            keep=not climbing and self.rollback is not None,
+            undoes=self.climbing or self.rollback is not None,
         )
+
+    def _climb_on(
+        self, seen: Observed, losses: FloatArray, healthy: BoolArray
+    ) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+        """One step of the climb: whether the first weights come back, what was done, and what to say."""
+        climb, steering = self.climb, self.steering
+        assert climb is not None
+        known = losses[np.isfinite(losses)]
+        slopes = np.array([]) if seen.slopes is None else seen.slopes[0][np.isfinite(seen.slopes[0])]
+        fine = self._has_mean(healthy) and (len(known) > 0 or not seen.losses_given)
+        before, starts = climb.scale, climb.num_starts
+        then = climb.update(
+            seen.step,
+            float(known.mean()) if len(known) else math.nan,
+            float(slopes.sum()) if len(slopes) else math.nan,
+            seen.rate,
+            fine=fine,
+            top=steering.at_top,
+        )
+        steering.multiply(climb.scale / before)
+        if then == "go on":
+            if seen.last:  # of a run that is shorter than its climb
+                self.require_mean(healthy, seen.step)
+            return False, (), ()
+        if then == "begin again":
+            why = "from a hundredth" if climb.num_starts > starts else "after a step that was not finite"
+            return True, (f"the climb begins again, {why}, at the first weights",), ()
+        rate = seen.rate * climb.scale / before
+        steering.begin_ramp(climb.warm_steps)
+        assert climb.ending is not None
+        said = (
+            f"the climb is over after {seen.step - climb.begun} steps at a learning rate of {rate:.3g}, because "
+            f"{WHY[climb.ending]}; weights and optimizer state of step {climb.begun} are back"
+        )
+        return True, (said,), (said,) if climb.ending in ("flat", "blind") else ()
 
     def require_mean(self, healthy: BoolArray, step: int) -> None:
         """Raise where there is nothing to average: nobody is healthy, or those who are not cannot be repaired."""
@@ -207,8 +295,30 @@ class RoundPolicy:
 
     def digest(self) -> int:
         """A number that differs between replicas which do not continue from the same state."""
-        numbers = [self.steering.seed, self.steering.round_index, *self.steering.scales.tolist()]
+        numbers = [
+            self.steering.seed,
+            0.0 if self.climb is None else self.climb.scale,
+            self.steering.round_index,
+            self.acting[1],
+            *self.steering.scales.tolist(),
+        ]
         return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers))
+
+    def climb_left(self, step: int) -> int:
+        """How many steps the climb may still take."""
+        return 0 if self.climb is None else max(self.climb.begun + self.climb.max_steps - step, 0)
+
+    def hold_from(self, step: int) -> None:
+        """No controller acts on rounds that end later."""
+        self.acting = (self.acting[0], min(self.acting[1], step))
+
+    def climb_again(self, step: int) -> None:
+        """Begin the climb anew from here."""
+        assert self.climb is not None
+        length, warm, scale = self.climb.max_steps, self.climb.warm_steps, self.climb.scale
+        self.climb = Climb(step=step)
+        self.climb.max_steps, self.climb.warm_steps = length, warm
+        self.steering.multiply(self.climb.scale / scale)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -217,13 +327,19 @@ class RoundPolicy:
             **self.steering.state_dict(),
             **(self.rollback.state_dict() if self.rollback is not None else NO_ROLLBACK),
             "quarantine": pack_quarantine(self.quarantine_state),
+            "climb": None if self.climb is None else self.climb.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. A state that cannot be used raises ValueError or KeyError and changes nothing."""
         quarantine_state = unpack_quarantine(state["quarantine"])
         Rollback.check_state(state)
+        climb = Climb.check_state(state["climb"])
         self.steering.load_state_dict(state)  # checks everything before it changes anything
         self.quarantine_state = quarantine_state
         if self.rollback is not None:
             self.rollback.load_state_dict(state)
+        # A run that is continued is past its climb, unless its own was under way.
+        self.climb = None if climb is None else Climb()
+        if self.climb is not None and climb is not None:
+            self.climb.load_state_dict(climb)

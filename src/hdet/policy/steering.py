@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hdet.checks import FloatArray, flags_of, mapping_of, numbers_of, shown, whole_of
+from hdet.checks import LARGEST, FloatArray, flag_of, flags_of, mapping_of, numbers_of, shown, whole_of
 from hdet.controllers.base import Controller, Evidence, grown, pack_state, unpack_state
 from hdet.policy.panel import NO_PANEL, KnobEvidence, Looked, Panel
 from hdet.policy.spread import assign, fan_out
@@ -67,6 +67,9 @@ class Steering:
         self.rising = np.full(len(self.scales), gated) & self.is_lr
         self.risen = np.zeros(len(self.scales))
         self.fallen = np.zeros(len(self.scales))
+        self.flat = False
+        """Whether a schedule's own warm-up is taken out: a climb has taken its place."""
+        self.ramp_at = self.ramp_steps = 0
         self.state: Any = None
         self.panel_state: Any = None
         self._init_controllers()
@@ -143,8 +146,16 @@ class Steering:
         base: FloatArray = np.log(self.scales[self.num_lrs :])
         return base if replica is None else base + self.multipliers[self.num_lrs :, replica] - 1.0
 
-    def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None) -> Looked:
-        """Let the controllers move the scales; returns what they looked at."""
+    def decide(
+        self,
+        losses: FloatArray,
+        slopes: tuple[FloatArray, FloatArray] | None = None,
+        progress: float | None = None,
+    ) -> Looked:
+        """Let the controllers move the scales; returns what they looked at.
+
+        ``progress``: share of the time in which they may that has passed, where its length is known.
+        """
         looked = Looked()
         factors = np.ones_like(self.scales)
         lrs = slice(0, self.num_lrs)
@@ -152,11 +163,11 @@ class Steering:
         self.openness = np.ones_like(self.scales)
         if self.controller is not None:
             self.state, decision = self.controller.update(
-                self.state, Evidence(losses, self.multipliers[lrs], slopes, self.risen[lrs])
+                self.state, Evidence(losses, self.multipliers[lrs], slopes, self.risen[lrs], progress)
             )
             factors[lrs] = decision.factors
             if decision.openness is not None:
-                self.openness[lrs] = decision.openness
+                self.openness[lrs] = 0.0 if self.flat else decision.openness
             looked = looked._replace(lrs=dict(decision.info))
         if self.panel.controller is not None:
             self.panel_state, decision = self.panel.controller.update(
@@ -183,12 +194,41 @@ class Steering:
     def rise(self, log_ratios: FloatArray) -> None:
         """Eq. 13, step by step: the schedule moves by exp(log_ratios); take back what the evidence does not support.
 
-        Only a schedule's first rise is a warm-up. The gate of a knob is gone once its schedule has fallen.
+        Only a schedule's first rise is a warm-up. The gate of a knob is gone once its schedule has fallen. The ramp
+        after a climb goes up here too.
         """
         self.rising = self.rising & (log_ratios >= 0)
         unsupported = np.where(self.rising, log_ratios * (1 - self.openness), 0.0)
         self.scales = np.clip(self.scales * np.exp(-unsupported), self.low, self.high)
         self.risen = self.risen + np.where(self.rising, log_ratios - unsupported, 0.0)
+        if self.on_ramp:
+            rise = np.where(self.is_lr, math.log((self.ramp_at + 1) / self.ramp_at), 0.0)
+            self.scales = np.clip(self.scales * np.exp(rise), self.low, self.high)
+            self.risen = self.risen + rise
+            self.ramp_at += 1
+
+    @property
+    def on_ramp(self) -> bool:
+        return self.ramp_at < self.ramp_steps
+
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether :meth:`rise` wants to know how the schedule moves."""
+        return self.on_ramp or bool(self.rising.any())
+
+    def multiply(self, factor: float) -> None:
+        """Move all learning rates."""
+        self.scales = np.clip(np.where(self.is_lr, self.scales * factor, self.scales), self.low, self.high)
+
+    @property
+    def at_top(self) -> bool:
+        """Whether no learning rate may rise any further."""
+        return bool((self.scales >= self.high)[self.is_lr].all())
+
+    def begin_ramp(self, num_steps: int) -> None:
+        """Rise to where the learning rates are now within so many steps, from zero, along a line."""
+        self.ramp_at, self.ramp_steps = 1, num_steps
+        self.multiply(1 / num_steps)
 
     def wants_new_anchor(self) -> bool:
         """Whether the scales have fallen so far that the way since the anchor says nothing about the present.
@@ -199,17 +239,19 @@ class Steering:
         if (self.fallen < MAX_FALL).all():
             return False
         self.fallen = np.zeros_like(self.fallen)
-        self._forget()
+        self.openness = np.zeros_like(self.openness)
+        self._init_controllers()
         return True
 
     def cut(self, factor: float) -> None:
         """After a rollback: lower all learning rates, and forget the evidence that led there."""
-        self.scales = np.clip(np.where(self.is_lr, self.scales * factor, self.scales), self.low, self.high)
-        self._forget()
-
-    def _forget(self) -> None:
+        self.multiply(factor)
         self.openness = np.zeros_like(self.openness)
+        state = self.state
         self._init_controllers()
+        forget: Any = getattr(self.controller, "forget", None)
+        if forget is not None:
+            self.state = forget(state)
 
     def next_round(self) -> None:
         self.round_index += 1
@@ -226,6 +268,8 @@ class Steering:
             "rising": self.rising.tolist(),
             "risen": self.risen.tolist(),
             "fallen": self.fallen.tolist(),
+            "flat": self.flat,
+            "ramp": [self.ramp_at, self.ramp_steps],
             "controller": pack_state(self.state) if self.controller is not None else {},
             "panel": {
                 "names": list(self.panel.names),
@@ -247,6 +291,11 @@ class Steering:
             raise ValueError(f"scales must be positive, but got {shown(state['scales'])}")
         risen = numbers_of(state["risen"], "risen", num_knobs, low=0)
         fallen = numbers_of(state["fallen"], "fallen", num_knobs, low=0)
+        flat, ramp = flag_of(state["flat"], "flat"), numbers_of(state["ramp"], "ramp", 2, low=0, high=LARGEST)
+        if (ramp % 1).any() or 0 == ramp[0] < ramp[1]:
+            raise ValueError(
+                f"ramp must be whole numbers, the first of them at least 1, but got {shown(state['ramp'])}"
+            )
         controller_state = _controller_state(self.controller, state["controller"], self.num_lrs)
         panel_state = _controller_state(self.panel.controller, panel["controller"], num_knobs)
         seed, round_index = whole_of(state["seed"], "seed"), whole_of(state["round"], "round")
@@ -255,6 +304,7 @@ class Steering:
         self.scales = np.where(self.is_lr, np.clip(scales, self.low, self.high), scales)
         self.openness, self.rising = openness, rising
         self.risen, self.fallen = risen, fallen
+        self.flat, (self.ramp_at, self.ramp_steps) = flat, map(int, ramp)
         self.state, self.panel_state = controller_state, panel_state
         self._fan_out()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Iterable
 
@@ -18,6 +19,19 @@ def trained_parameters(optimizer: Optimizer, model: nn.Module | None) -> list[nn
         for parameter in source:
             found.setdefault(_identity(parameter), parameter)
     return list(found.values())
+
+
+def buffers_beside(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Buffers of the models that have any of these parameters, found among all that this process holds."""
+    wanted = {id(p) for p in parameters}
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    found = {id(m) for m in modules if any(id(p) in wanted for p in m._parameters.values())}
+    num_found = 0
+    while len(found) > num_found:  # up to the roots: a module may have buffers and no parameters
+        num_found = len(found)
+        found |= {id(m) for m in modules if any(id(child) in found for child in m._modules.values())}
+    buffers = {id(b): b for m in modules if id(m) in found for b in m.buffers()}
+    return list(buffers.values())
 
 
 def refuse_copies(optimizer: Optimizer, model: nn.Module | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hdet.checks import whole
 from hdet.controllers import Controller, EvidenceController, JointController
 from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
@@ -20,10 +21,12 @@ from hdet.engine.values import Values
 from hdet.knobs import Knob, LearningRate
 from hdet.knobs.knob_set import KnobSet
 from hdet.options import AnchorChoice, Groups
+from hdet.policy.climb import Climb
 from hdet.policy.panel import NO_PANEL, Panel
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import Steering
+from hdet.policy.timing import default_interval, has_time_to_climb, hold_start
 from hdet.replicas.find import find_replicas, refuse_shared_gradients
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import check_parameters, refuse_copies, shape_digest, trained_parameters
@@ -47,13 +50,22 @@ rounds, and no lower than the signal can climb from in a few of them."""
 SignalName = Literal["loss", "gradient"]
 
 
-def make_evidence_controller(signal: SignalName, **settings: float) -> EvidenceController:
+def make_evidence_controller(signal: SignalName, **settings: Any) -> EvidenceController:
     """The controller that goes with a signal, unless told otherwise.
 
     Losses of replicas have far larger standard errors than the first-order signal, so the same slope is fewer of them:
     optimism, which is counted in standard errors, has to be smaller.
     """
-    return EvidenceController(**({"optimism": 0.75} if signal == "loss" else {}) | settings)
+    of_loss = {"optimism": 0.75, "fall": None, "brake": None, "down": 1.0}
+    return EvidenceController(**(of_loss if signal == "loss" else {}) | settings)
+
+
+def interval_for(signal: SignalName, total_steps: Any) -> int:
+    """T where none is given."""
+    total = None if total_steps is None else whole(total_steps)
+    if signal == "gradient":
+        return default_interval(total)
+    return 100 if total is None else max(1, min(1000, total // 100))
 
 
 def starts_cold(total_steps: int | None, interval: int) -> bool:
@@ -61,19 +73,49 @@ def starts_cold(total_steps: int | None, interval: int) -> bool:
     return total_steps is None or total_steps >= MIN_ROUNDS * interval
 
 
-def auto_settings(common: Common, signal: SignalName) -> dict[str, Any]:
-    """The arguments of :func:`make_loop` that make AutoLR out of a schedule."""
+def auto_settings(
+    common: Common, signal: SignalName, *, step: int, shape: Sequence[float] = (), lr_given: bool = True
+) -> dict[str, Any]:
+    """The arguments of :func:`make_loop` that make AutoLR out of a schedule.
+
+    Args:
+        common: what all schedulers take.
+        signal: what it learns from.
+        step: optimizer steps already taken.
+        shape: of the schedule, as :func:`~hdet.policy.timing.hold_start` takes it.
+        lr_given: whether learning rate and schedule mean anything.
+    """
     adapt, total = common.adapt, common.total_steps
+    climb = Climb(total, step=step) if _climbs(common, signal, step=step, lr_given=lr_given) else None
     cold = starts_cold(total, common.interval)
     first_scale = FIRST_SCALES[signal] if cold else 1.0
+    start = 0 if climb is not None and adapt.start_steps is None else common.start_steps
+    if total is None:
+        hold = math.inf
+    elif adapt.hold_share is None and signal == "gradient":
+        hold = hold_start(total, shape)
+    else:
+        hold = (1 - (0.05 if adapt.hold_share is None else adapt.hold_share)) * total
     return {
         "controller": make_evidence_controller(signal) if adapt.controller is None else adapt.controller,
-        "acting": (common.start_steps, math.inf if total is None else (1 - adapt.hold_share) * total),
+        "acting": (start, hold),
         "groups": adapt.groups,
-        "gated": cold if adapt.gated is None else adapt.gated,
+        "gated": climb is not None or (cold if adapt.gated is None else adapt.gated),
         "first_scale": first_scale if adapt.first_scale is None else adapt.first_scale,
+        "climb": climb,
         "signal": signal,
     }
+
+
+def _climbs(common: Common, signal: SignalName, *, step: int, lr_given: bool) -> bool:
+    adapt = common.adapt
+    if adapt.climb and signal != "gradient":
+        raise ValueError('climb=True needs the gradient signal: pass signal="gradient", or leave climb out')
+    if adapt.climb is not None or signal != "gradient":
+        return bool(adapt.climb)
+    told = adapt.controller is not None or adapt.gated is not None or adapt.first_scale is not None
+    # A run that is continued has found its learning rate, be it by hand.
+    return step <= 0 and not told and has_time_to_climb(common.total_steps, lr_given=lr_given)
 
 
 def make_knobs(common: Common, knobs: Sequence[Knob | LearningRate]) -> KnobSet:
@@ -149,6 +191,7 @@ def make_loop(
     first_scale: float = 1.0,
     signal: SignalName = "loss",
     anchor: AnchorChoice | None = None,
+    climb: Climb | None = None,
     rollback: bool = True,
     bounds: tuple[float, float] | None = None,
 ) -> RoundLoop:
@@ -206,6 +249,7 @@ def make_loop(
         interval=interval,
         acting=acting,
         rollback=Rollback(faults.max_rollbacks, strict=faults.strict_rollbacks) if undoes else None,
+        climb=climb,
         quarantine=faults.quarantine,
         anchored=kept is not None,
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
@@ -220,7 +264,7 @@ def make_loop(
         on_line=kept is not None and spread > 0,
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
-        fallback=Fallback(Snapshot(common.copies.snapshot_device)) if undoes else None,
+        fallback=Fallback(Snapshot(common.copies.snapshot_device)) if undoes or climb is not None else None,
         overlap=averaging.overlap,
         node_size=averaging.node_size,
         node_rounds=averaging.node_rounds,

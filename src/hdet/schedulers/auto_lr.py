@@ -9,18 +9,14 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LRScheduler,
-    OneCycleLR,
-    PolynomialLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from hdet.checks import require_one_of, whole, whole_of
+from hdet.checks import LARGEST, numbers_of, require, require_one_of, shown, whole, whole_of
+from hdet.found import Found
 from hdet.knobs import Knob
 from hdet.options import Adapt, Averaging, Copies, Faults
+from hdet.policy.climb import WHY
 from hdet.schedulers._base import (
     STATE_VERSION,
     RoundScheduler,
@@ -35,13 +31,15 @@ from hdet.schedulers._build import (
     SignalName,
     agree,
     auto_settings,
+    interval_for,
     make_knobs,
     make_loop,
     panel_beside_lr,
     refuse_outer_step,
     warn_if_alone,
 )
-from hdet.schedulers._common import MAX_LR, Common, Gradients
+from hdet.schedulers._common import MAX_LR, Common, Gradients, require_total_steps
+from hdet.schedulers._lookahead import check_schedule, constant_schedule, length_of, shape_of
 from hdet.schedulers._torch_state import all_of, check_lrs, copied, is_torchs, leave_out_joined, load_schedule, parts_of
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
@@ -70,13 +68,16 @@ class AutoLR(RoundScheduler, LRScheduler):
     the first group's schedule from there, in proportion.
 
     Args:
-        schedule: any LRScheduler but ReduceLROnPlateau, already constructed. AutoLR steps it.
+        schedule: the optimizer, whose learning rates then only say how those of param groups compare: constant, with a
+            linear decay over the last 30% of ``total_steps``, or until :meth:`cooldown` where they are not given. Or any
+            LRScheduler but ReduceLROnPlateau, already constructed, whose shape is kept. AutoLR steps it.
         model: for buffers, and parameters that another optimizer trains.
         signal: ``"gradient"``, the first-order signal: one replica suffices, and replicas stay equal. ``"loss"``: the
             replicas fan out and their losses are compared. ``"auto"`` takes ``"gradient"``.
-        interval: T, optimizer steps of a round; default a hundredth of ``total_steps``, at most 1000; 100 without.
-        total_steps: length of the run, where the schedule does not tell. Without it the scale never holds still, and
-            the last round has to be ended by :meth:`converge`.
+        interval: T, optimizer steps of a round; default a hundredth of ``total_steps``, between 4 and 50 (with the loss
+            signal between 1 and 1000); 20 without (100).
+        total_steps: length of the run, where the schedule does not tell. Without it the scale holds still from
+            :meth:`cooldown` on only, and the last round has to be ended by :meth:`converge` unless that is called.
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate; replicas then differ with either signal.
         gradients, probe: as in Explorer.
         adapt: how the scale adapts: controller, spread, anchor, where it starts and when it may move.
@@ -99,7 +100,7 @@ class AutoLR(RoundScheduler, LRScheduler):
 
     def __init__(
         self,
-        schedule: LRScheduler,
+        schedule: LRScheduler | Optimizer,
         *,
         model: nn.Module | None = None,
         signal: Literal["auto", "gradient", "loss"] = "auto",
@@ -115,18 +116,23 @@ class AutoLR(RoundScheduler, LRScheduler):
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
     ) -> None:
-        _check_schedule(schedule)
         require_one_of("signal", signal, "auto", "gradient", "loss")
+        kind: SignalName = "loss" if signal == "loss" else "gradient"
+        lr_given = not isinstance(schedule, Optimizer)
+        if isinstance(schedule, Optimizer):
+            require_total_steps(total_steps)
+            refuse_second(schedule)
+            schedule = constant_schedule(schedule, total_steps)
+        check_schedule(schedule)
         optimizer = schedule.optimizer
-        total_steps = _length(schedule) if total_steps is None else total_steps
+        total_steps = length_of(schedule) if total_steps is None else total_steps
         common = Common(
-            optimizer=optimizer, model=model, interval=_default_interval(total_steps) if interval is None else interval,
+            optimizer=optimizer, model=model, interval=interval_for(kind, total_steps) if interval is None else interval,
             total_steps=total_steps, knobs=knobs, gradients=gradients, probe=probe, adapt=adapt, copies=copies,
             faults=faults, averaging=averaging, process_group=process_group, seed=seed,
         )  # fmt: skip
         refuse_outer_step(common)
         refuse_second(optimizer)
-        kind: SignalName = "loss" if signal == "loss" else "gradient"
         spread = adapt.spread if kind == "loss" else 0.0
         beside = make_knobs(common, knobs)
         facts = {"schedule": type(schedule).__name__, "signal": signal, **common.facts()}
@@ -150,9 +156,13 @@ class AutoLR(RoundScheduler, LRScheduler):
             part.base_lrs = [float(lr) for lr in part.base_lrs]
         lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._schedule_lrs = lrs[: len(self.base_lrs)]
+        self._cooling: tuple[int, int, float] | None = None
         loop = make_loop(
             common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self._step,
-            **auto_settings(common, kind),
+            **auto_settings(
+                common, kind, step=self._step, lr_given=lr_given,
+                shape=() if total_steps is None else shape_of(schedule, whole(total_steps)),
+            ),
         )  # fmt: skip
         for lr in lrs[len(self.base_lrs) :]:  # of groups that were added after the schedule was made
             loop.follow(lr / lrs[0] if lrs[0] > 0 else 1.0)
@@ -191,7 +201,7 @@ class AutoLR(RoundScheduler, LRScheduler):
                 self.schedule.step()  # raises, before anything has changed
             if loss is not None:
                 loop.observe(loss)
-            loop.end_step(step, self._schedule_lrs, last=step == self.total_steps)
+            loop.end_step(step, self._scheduled(), last=step == self.total_steps)
             self._advance_schedule()
             self._step = step
             self._refresh()
@@ -243,13 +253,75 @@ class AutoLR(RoundScheduler, LRScheduler):
         self._schedule_lrs = new
         self._schedule_step = self._steps_of_schedule()
 
+    def cooldown(self, steps: int) -> None:
+        """Anneal the learning rates to zero within ``steps`` steps, along a line, from wherever they are; then it ends.
+
+        For a run that nobody knew the length of. The scale holds still from here on, and training ends at step
+        ``last_epoch + steps``. Called again on the way, it goes on from there. Every rank must call it.
+        """
+        require(whole(steps) >= 1, "steps", "an integer >= 1", steps)
+        loop = self._rounds
+        with loop.lock:
+            if loop.finished or self._step == self.total_steps:
+                raise RuntimeError(
+                    f"cooldown() must be called before training ends, but it has ended at step {self._step}; load a "
+                    "state that was saved before"
+                )
+            if loop.policy.climbing:
+                raise RuntimeError(
+                    f"cooldown() must be called after the climb, but at step {self._step} it is still under way, for "
+                    f"{loop.policy.climb_left(self._step)} steps at most; call it then"
+                )
+            if isinstance(self.schedule, OneCycleLR) and self._step + steps > self.schedule.total_steps:
+                raise ValueError(
+                    f"steps must leave the end of the OneCycleLR where it is, in {self.schedule.total_steps - self._step} "
+                    f"steps, but got steps={steps}"
+                )
+            self._cool((self._step, int(steps), self._cooled()))
+            self._refresh()
+
+    def _cool(self, cooling: tuple[int, int, float] | None) -> None:
+        self._cooling = cooling
+        if cooling is not None:
+            begun, steps, _ = cooling
+            self.total_steps = begun + steps
+            self._rounds.policy.hold_from(begun)
+
+    def _cooled(self) -> float:
+        """What a cooldown has left of the schedule."""
+        if self._cooling is None:
+            return 1.0
+        begun, steps, share = self._cooling
+        return share * max(1 - (self._step - begun) / steps, 0.0)
+
+    def _scheduled(self) -> list[float]:
+        """What the schedule gives the param groups that it knows, cooled down."""
+        if self._cooling is None:
+            return self._schedule_lrs
+        left = self._cooled()
+        return [lr * left for lr in self._schedule_lrs]
+
+    def found(self) -> Found:
+        """The learning rates as they were so far, to print, to save, and to train with again."""
+        loop = self._rounds
+        climb, groups = loop.policy.climb, self.optimizer.param_groups
+        over = climb is not None and climb.ended is not None
+        return Found(
+            tuple(str(group.get("name", f"group{k}")) for k, group in enumerate(groups)),
+            tuple(loop.curve.steps),
+            tuple(map(tuple, loop.curve.values)),
+            None if math.isinf(self.total_steps) else int(self.total_steps),
+            climb.ended - climb.begun if climb is not None and climb.ended is not None else 0,
+            WHY[climb.ending] if over and climb is not None and climb.ending is not None else "",
+        )
+
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
         values = self._rounds.values
-        return [lr * factor for lr, factor in zip(values.of_all(self._schedule_lrs), values.factors, strict=True)]
+        return [lr * factor for lr, factor in zip(values.of_all(self._scheduled()), values.factors, strict=True)]
 
     def _first_lr(self) -> float:
-        return self._schedule_lrs[0]
+        return self._scheduled()[0]
 
     def _refresh(self) -> None:
         groups = self.optimizer.param_groups
@@ -271,6 +343,7 @@ class AutoLR(RoundScheduler, LRScheduler):
                 "last_epoch": self.last_epoch,
                 "schedule": copied(self.schedule.state_dict()),
                 "schedule_lrs": list(self._schedule_lrs),
+                "cooldown": [] if self._cooling is None else list(self._cooling),
                 "rounds": self._rounds.state_dict(),
             }
 
@@ -302,6 +375,7 @@ class AutoLR(RoundScheduler, LRScheduler):
                 steps = self._steps_of_schedule()
                 if steps != last_epoch:
                     raise ValueError(f"the schedule is at step {steps}, but last_epoch is {last_epoch}")
+            cooling = _cooling_of(state_dict["cooldown"])
             rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
         except Exception as error:
             self.schedule.load_state_dict(before[0])
@@ -311,36 +385,14 @@ class AutoLR(RoundScheduler, LRScheduler):
             raise cannot_load(error) from error
         self._step, self._schedule_step = last_epoch, self._steps_of_schedule()
         self._schedule_lrs = lrs
+        self._cool(cooling)
         self._refresh()
 
 
-def _check_schedule(schedule: Any) -> None:
-    if not isinstance(schedule, LRScheduler):
-        raise TypeError(f"schedule must be an LRScheduler, but got {type(schedule).__name__}")
-    if isinstance(schedule, ReduceLROnPlateau):
-        raise TypeError(
-            "schedule must not be ReduceLROnPlateau, which moves the learning rate by the loss itself; "
-            "wrap the schedule you would use without it, e.g. a constant LambdaLR"
-        )
-    if isinstance(schedule, RoundScheduler):
-        raise TypeError(
-            f"schedule must not be a scheduler of hdet, but got {type(schedule).__name__}; wrap a plain one"
-        )
-
-
-def _default_interval(total_steps: int | None) -> int:
-    return 100 if total_steps is None else max(1, min(1000, whole(total_steps) // 100))
-
-
-def _length(schedule: LRScheduler) -> int | None:
-    """Steps until the schedule ends, where it has an end."""
-    if isinstance(schedule, OneCycleLR):
-        return schedule.total_steps
-    if isinstance(schedule, CosineAnnealingLR):
-        return int(schedule.T_max)
-    if isinstance(schedule, PolynomialLR):
-        return int(schedule.total_iters)
-    if isinstance(schedule, SequentialLR):
-        last = _length(schedule._schedulers[-1])
-        return None if last is None else schedule._milestones[-1] + last
-    return None
+def _cooling_of(saved: Any) -> tuple[int, int, float] | None:
+    found = numbers_of(saved, "cooldown", None, low=0, high=LARGEST)
+    if not len(found):
+        return None
+    if len(found) != 3 or (found[:2] % 1).any() or found[1] < 1 or found[2] > 1:
+        raise ValueError(f"cooldown must be a step, a number of steps and a share in [0, 1], but got {shown(saved)}")
+    return int(found[0]), int(found[1]), float(found[2])

@@ -193,8 +193,8 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
             chosen: dict[str, Any] = {"controller": controller, "acting": (auto_lr_warmup_steps, math.inf)}
             chosen |= {"groups": "each", "rollback": False, "anchor": "round"}
         else:
-            chosen = auto_settings(common, signal)
-            if adapt.start_steps is None:
+            chosen = auto_settings(common, signal, step=self.last_epoch)
+            if adapt.start_steps is None and chosen["climb"] is None:
                 chosen["acting"] = (min(auto_lr_warmup_steps, chosen["acting"][0]), chosen["acting"][1])
         loop = make_loop(
             common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self.last_epoch, **chosen

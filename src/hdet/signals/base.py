@@ -40,6 +40,8 @@ class Signal:
     """In a saved state."""
     compares = True
     """Whether it shows anything only where replicas are apart."""
+    dense = False
+    """Whether to measure in every step, set before each: in a climb every step is a round of its own."""
     needs_losses = False
     """Whether it shows nothing unless each replica was given a loss in every round."""
 

@@ -73,7 +73,8 @@ class GradientSignal(Signal):
     def before_step(self, optimizer: Optimizer) -> None:
         """Take a sample if one is due."""
         self.num_calls += 1
-        if (self.num_calls - 1) % self.sample_every or len(self._rows) + len(self.samples) == MAX_SAMPLES:
+        skipped = not self.dense and (self.num_calls - 1) % self.sample_every
+        if skipped or len(self._rows) + len(self.samples) == MAX_SAMPLES:
             return
         parameters: list[Tensor] = []
         knobs: list[int] = []

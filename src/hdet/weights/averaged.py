@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hdet.checks import BoolArray
 from hdet.replicas.average import Buffers, Flight, is_healthy, mean_, memory_view
 from hdet.replicas.group import Replicas
-from hdet.replicas.parameters import shape_digest, trained_parameters
+from hdet.replicas.parameters import buffers_beside, shape_digest, trained_parameters
 from hdet.replicas.sharding import local_tensor
 
 
@@ -35,6 +35,7 @@ class Weights:
         self.replicas = replicas
         self._buffers: Buffers = {}
         self._trainable = self._requiring_grad()
+        self._unnamed: list[Tensor] | None = None
 
     def anchored(self) -> list[Tensor]:
         """What the learning rate moves: the optimizer's parameters, in its order."""
@@ -91,6 +92,16 @@ class Weights:
         """This rank's part of what is averaged, every element of memory once, by the identity of the whole."""
         return {id(t): memory_view(local_tensor(t)) for t in self.averaged()}
 
+    def kept(self) -> dict[int, Tensor]:
+        """What a round that is undone changes here: :meth:`local`, and buffers of a model that nobody has named.
+
+        A model that has broken leaves infinities in the statistics of its BatchNorms, which training cannot undo.
+        """
+        if self.model is None and self._unnamed is None:
+            self._unnamed = buffers_beside(self.anchored())
+        unnamed = {id(b): memory_view(local_tensor(b)) for b in self._unnamed or ()}
+        return self.local() | unnamed
+
     def is_healthy(self) -> bool:
         return is_healthy(list(self.local().values()))
 
@@ -145,6 +156,7 @@ class Weights:
 
     def recount(self) -> None:
         """After a copy: these are other tensors."""
+        self._unnamed = None
         self._trainable = self._requiring_grad()
 
     def _requiring_grad(self) -> set[int]:

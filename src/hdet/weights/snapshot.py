@@ -32,6 +32,16 @@ class Snapshot:
     def taken(self) -> bool:
         return self._last is not None or self._proven is not None
 
+    @property
+    def latest(self) -> tuple[dict[int, Tensor], dict[int, dict[str, Any]]] | None:
+        """Tensors by key, and optimizer state by parameter, that :meth:`restore` would bring back; None without any."""
+        return self._proven or self._last
+
+    def fill(self, tensors: Mapping[int, Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Hold copies of these, as if they had been taken."""
+        copied = {index: {name: self._kept(None, v) for name, v in each.items()} for index, each in state.items()}
+        self._proven, self._last = None, _Copy({key: self._copy(t) for key, t in tensors.items()}, copied)
+
     def forget(self) -> None:
         self._last = self._proven = None
 

@@ -1,0 +1,213 @@
+"""The climb (Eq. 14): a range test within the run, after which the first weights come back. Numbers only.
+
+Every step of it is sampled. Slopes are divided by the path, the sum of learning rates since the weights were put back:
+while the loss is linear along the way their ratio stays the same, whatever the learning rates were.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from hdet.checks import flag_of, mapping_of, number, numbers_of, shown, whole_of
+
+Ending = Literal["turned", "broken", "limit", "flat", "blind"]
+Then = Literal["go on", "begin again", "over"]
+
+FIRST_SCALE = 0.01
+BLIND_SCALE = 0.03
+"""Where a run goes on that cannot climb: low enough that a schedule 30 times too high does no harm at first."""
+RISE, FAST_RISE = 0.7, 1.4
+"""Of the logarithm of the scale: where the evidence is in favour, and where nothing speaks against it yet."""
+FAR = 0.1
+"""Slopes below this share of the noise of the loss say that the weights have not moved."""
+MIN_SAMPLES, MAX_SAMPLES = 4, 16
+BACK: dict[Ending, float] = {"turned": 1.5, "broken": 4.0, "limit": 1.0}
+"""What the last supported scale is divided by, by how the climb ended."""
+FAR_BELOW = 100.0
+MAX_STARTS = 6
+MAX_BLIND = 3
+WARM_SHARE = 0.03
+"""Of the run: the steps in which the learning rate then rises from zero."""
+UNKNOWN_WARM = 50
+
+WHY: dict[Ending, str] = {
+    "turned": "a higher one no longer lowered the loss",
+    "broken": "the loss went up",
+    "limit": "the climb had reached its last step or its bound",
+    "flat": "the loss did not respond to any learning rate; the schedule is followed as it is",
+    "blind": "no loss was given to step()",
+}
+
+
+class Climb:
+    """Raises a learning rate from far below until the loss no longer wants more.
+
+    Args:
+        total_steps: length of the run; None where nobody knows.
+        step: optimizer steps taken before.
+    """
+
+    def __init__(self, total_steps: int | None = None, *, step: int = 0) -> None:
+        share = math.inf if total_steps is None else min(max(total_steps / 10, 24), total_steps / 4)
+        self.max_steps = int(min(share, 200))
+        self.warm_steps = UNKNOWN_WARM if total_steps is None else max(int(WARM_SHARE * total_steps), 1)
+        self.begun = step
+        self.ended: int | None = None
+        """After how many optimizer steps it was over."""
+        self.ending: Ending | None = None
+        self.scale = self.supported = FIRST_SCALE
+        """What the first learning rate is multiplied by, and the last such that the evidence has raised."""
+        self.num_starts = 0
+        self._begin()
+        self.still: list[float] = []
+        """Losses before anything had moved: what the loss is at first, and how far batches are apart."""
+        self.num_blind = 0
+
+    def _begin(self) -> None:
+        self.path = 0.0
+        self.is_far = True
+        self.num_raised = 0
+        self.steepest = 0.0
+        self.lowest = math.inf
+        self.slopes: list[float] = []
+        self.losses: list[float] = []
+
+    @property
+    def is_over(self) -> bool:
+        return self.ending is not None
+
+    def update(
+        self, step: int, loss: float, slope: float, rate: float, *, fine: bool = True, top: bool = False
+    ) -> Then:
+        """Take in one step; what follows. After "begin again" and "over" the first weights have to come back.
+
+        Args:
+            step: optimizer steps taken, this one included.
+            loss: before the step; NaN where none was given.
+            slope: of the loss over log(learning rate), before the step; NaN where no sample could be taken.
+            rate: the learning rate of the step.
+            fine: whether weights and loss are finite.
+            top: whether the scale is at its upper bound.
+        """
+        why = self._judge(loss, slope, fine=fine, top=top)
+        if why is None and step - self.begun >= self.max_steps:
+            why = "flat" if self.is_far else "limit"
+        if why is None:
+            self.path += rate
+            return "go on"
+        if why == "broken" and self.path == 0:  # not of our doing: nothing had moved
+            self.slopes, self.losses = [], []
+            return "begin again"
+        if why in ("turned", "broken") and self.num_raised <= 1 and self.num_starts < MAX_STARTS:
+            self.scale = self.supported = self.scale / (FAR_BELOW * math.exp(RISE * self.num_raised))
+            self.num_starts += 1
+            self.still = self.still[:1]
+            self._begin()
+            return "begin again"
+        self.ending, self.ended = why, step
+        given = {"flat": 1.0, "blind": BLIND_SCALE}
+        self.scale = given[why] if why in given else self.supported / BACK[why]
+        return "over"
+
+    def _judge(self, loss: float, slope: float, *, fine: bool, top: bool) -> Ending | None:
+        if not fine:
+            return "broken"
+        if math.isnan(loss):
+            self.num_blind += 1
+            return "blind" if self.num_blind >= MAX_BLIND else None
+        if math.isnan(slope):  # a step that was skipped, or without gradients
+            return None
+        if self.is_far or len(self.still) < 2:
+            self.still.append(loss)
+        self.losses.append(loss)
+        if self.path == 0:
+            return None
+        self.slopes.append(slope / self.path)
+        found = self._decide(slope)
+        return "limit" if found == "raise" and top else None if found == "raise" else found
+
+    def _decide(self, slope: float) -> Ending | Literal["raise"] | None:
+        start, noise = self._start_and_noise()
+        if self.is_far and len(self.still) >= 3 and abs(slope) < FAR * noise:
+            return self._raise(FAST_RISE)
+        if len(self.still) >= 3:
+            self.is_far = False
+        found = np.array(self.slopes)
+        down = -float(found.mean())
+        if len(found) == 2 and self.steepest > 0 and found.max() < -0.5 * self.steepest:
+            return self._support(down)
+        if len(found) < MIN_SAMPLES:
+            return None
+        recent = statistics.fmean(self.losses[-MIN_SAMPLES:])
+        progress = max(start - self.lowest, 0.0)
+        if recent > min(self.lowest, start) + max(0.35 * progress, 5 * noise / math.sqrt(MIN_SAMPLES)):
+            return "broken"
+        # From successive differences: a trend is no noise.
+        error = math.sqrt(float((np.diff(found) ** 2).sum()) / (2 * (len(found) - 1) * len(found)))
+        z = -down / (error + 1e-300)
+        if z < -2:
+            return self._support(down)
+        return "turned" if z > 2 or len(found) >= MAX_SAMPLES else None
+
+    def _start_and_noise(self) -> tuple[float, float]:
+        start = statistics.fmean(self.still)
+        deviation = statistics.stdev(self.still) if len(self.still) > 1 else 0.0
+        return start, max(deviation, 1e-3 * abs(start), 1e-30)
+
+    def _support(self, down: float) -> Literal["raise"]:
+        self.lowest = min(self.lowest, statistics.fmean(self.losses))
+        is_linear = self.steepest > 0 and down > 0.8 * self.steepest
+        self.steepest = max(self.steepest, down)
+        return self._raise(FAST_RISE if is_linear else RISE)
+
+    def _raise(self, rise: float) -> Literal["raise"]:
+        self.supported = self.scale
+        self.scale *= math.exp(rise)
+        self.num_raised += 1
+        self.slopes, self.losses = [], []
+        return "raise"
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self)) | {name: list(getattr(self, name)) for name in _LISTS}
+
+    @staticmethod
+    def check_state(state: Any) -> Mapping[str, Any] | None:
+        """A state that can be used, or None: of a run that did not climb; ValueError or KeyError otherwise."""
+        if state is None:
+            return None
+        found: Mapping[str, Any] = mapping_of(state, "climb")
+        for name in ("max_steps", "warm_steps", "begun", "num_starts", "num_raised", "num_blind"):
+            whole_of(found[name], name)
+        for name in ("scale", "supported"):
+            if not number(found[name]) > 0:
+                raise ValueError(f"{name} of the climb must be a finite number > 0, but got {shown(found[name])}")
+        for name in ("path", "steepest"):
+            if not number(found[name]) >= 0:
+                raise ValueError(f"{name} of the climb must be a finite number >= 0, but got {shown(found[name])}")
+        lowest = found["lowest"]
+        if lowest != math.inf and math.isnan(number(lowest)):
+            raise ValueError(f"lowest of the climb must be a number, but got {shown(lowest)}")
+        flag_of(found["is_far"], "is_far")
+        for name in _LISTS:
+            numbers_of(found[name], name, None, low=-1e150, high=1e150)
+        ended, ending = found["ended"], found["ending"]
+        if (ended is None) != (ending is None) or ending not in (None, *get_args(Ending)):
+            raise ValueError(f"ending of the climb must be one of {get_args(Ending)}, but got {shown(ending)}")
+        if ended is not None:
+            whole_of(ended, "ended")
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that has been checked."""
+        for name in vars(self):
+            setattr(self, name, list(state[name]) if name in _LISTS else state[name])
+
+
+_LISTS = ("still", "slopes", "losses")

@@ -1,0 +1,47 @@
+"""What a run's length and its schedule's shape decide: rounds, whether there is time to climb, when to hold still."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+UNKNOWN_INTERVAL = 20
+LATE_SHARE, LONGEST_FALL = 0.2, 0.45
+DECAY_SHARE = 0.3
+"""Of a run without a schedule: the steps at its end in which the learning rate falls, along a line, to zero."""
+MIN_CLIMB, MIN_CLIMB_WITH_LR = 100, 200
+"""Steps of a run that is long enough to climb: a learning rate and a schedule that are fine make up for more."""
+
+
+def default_interval(total_steps: int | None) -> int:
+    """T where none is given: a hundredth of the run, but steps enough to tell an error, and not more than 50."""
+    return UNKNOWN_INTERVAL if total_steps is None else min(max(total_steps // 100, 4), 50)
+
+
+def has_time_to_climb(total_steps: int | None, *, lr_given: bool) -> bool:
+    """``lr_given``: whether the run has a learning rate to fall back on."""
+    return total_steps is None or total_steps >= (MIN_CLIMB_WITH_LR if lr_given else MIN_CLIMB)
+
+
+def constant_then_linear(step: int, total_steps: int | None = None) -> float:
+    """The shape of a run without a schedule, as a share of its peak."""
+    if total_steps is None:
+        return 1.0
+    return min(1.0, max(total_steps - step, 0) / (DECAY_SHARE * total_steps))
+
+
+def hold_start(total_steps: int, shape: Sequence[float] = ()) -> float:
+    """The step from which the scale holds still.
+
+    That is the start of the schedule's final decay, if it has a late one; a schedule that falls for most of the run
+    leaves the scale free until the last fifth.
+
+    Args:
+        total_steps: of the run.
+        shape: the schedule's values in steps that divide the run evenly, the first and the last included; empty where
+            nobody knows.
+    """
+    last = at = len(shape) - 1
+    while at > 0 and shape[at - 1] > shape[at] * (1 + 1e-9):
+        at -= 1
+    begun = at / last if last > 0 else 0.0
+    return total_steps * (begun if 1 - LONGEST_FALL < begun < 1 else 1 - LATE_SHARE)

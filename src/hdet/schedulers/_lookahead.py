@@ -1,0 +1,94 @@
+"""Schedules as AutoLR takes them, and what they are going to do: read off their formulas, nothing is stepped."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import math
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from hdet.checks import number
+from hdet.policy.timing import constant_then_linear
+from hdet.schedulers._base import RoundScheduler
+
+NUM_POINTS = 400
+
+
+def shape_of(schedule: LRScheduler, total_steps: int) -> list[float]:
+    """The first param group's learning rate at points that divide the run evenly; empty where there is no formula."""
+    num = min(NUM_POINTS, max(total_steps - 1, 1))
+    try:
+        found = [_at(schedule, round(i * (total_steps - 1) / num)) for i in range(num + 1)]
+    except Exception:  # a user's own schedule may be anything, and a state of theirs unready for this
+        return []
+    return found if all(math.isfinite(value) for value in found) else []
+
+
+def _at(schedule: Any, step: int) -> float:
+    kind = type(schedule)
+    if kind is SequentialLR:
+        part = bisect.bisect_right(schedule._milestones, step)
+        return _at(schedule._schedulers[part], step - (schedule._milestones[part - 1] if part else 0))
+    if kind is ChainedScheduler:
+        base = float(schedule._schedulers[0].base_lrs[0])
+        return base * math.prod(_at(part, step) / base for part in schedule._schedulers)
+    then = copy.copy(schedule)
+    then.last_epoch, then._get_lr_called_within_step = step, True
+    if kind is CyclicLR or kind is OneCycleLR:
+        then.cycle_momentum = False  # it would write into the optimizer
+    if kind in (CyclicLR, OneCycleLR, LambdaLR):
+        return float(then.get_lr()[0])
+    return float(then._get_closed_form_lr()[0])
+
+
+def check_schedule(schedule: Any) -> None:
+    if not isinstance(schedule, LRScheduler):
+        raise TypeError(f"schedule must be an LRScheduler or an Optimizer, but got {type(schedule).__name__}")
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise TypeError(
+            "schedule must not be ReduceLROnPlateau, which moves the learning rate by the loss itself; "
+            "wrap the schedule you would use without it, e.g. a constant LambdaLR"
+        )
+    if isinstance(schedule, RoundScheduler):
+        raise TypeError(
+            f"schedule must not be a scheduler of hdet, but got {type(schedule).__name__}; wrap a plain one"
+        )
+
+
+def constant_schedule(optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
+    """The shape of a run without a schedule."""
+    for k, group in enumerate(optimizer.param_groups):
+        if not number(float(group["lr"])) > 0:
+            raise ValueError(
+                "the optimizer's learning rates must be > 0, since they say how those of param groups compare, but "
+                f"that of param group {k} is {float(group['lr']):g}"
+            )
+    return LambdaLR(optimizer, partial(constant_then_linear, total_steps=total_steps))
+
+
+def length_of(schedule: LRScheduler) -> int | None:
+    """Steps until the schedule ends, where it has an end."""
+    if isinstance(schedule, OneCycleLR):
+        return schedule.total_steps
+    if isinstance(schedule, CosineAnnealingLR):
+        return int(schedule.T_max)
+    if isinstance(schedule, PolynomialLR):
+        return int(schedule.total_iters)
+    if isinstance(schedule, SequentialLR):
+        last = length_of(schedule._schedulers[-1])
+        return None if last is None else schedule._milestones[-1] + last
+    return None
