@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from hdet.checks import FloatArray
 from hdet.lab.stacked.optim import SGD, Adam, Lion, Muon, StackedOptimizer
 from hdet.lab.tasks.base import Task, param_groups
+from hdet.policy.timing import constant_then_linear
 
 TrainMethod = Literal["fixed", "paper", "gradient", "loss"]
 """On real processes: the schedule alone, the paper's controller, AutoLR with either signal."""
@@ -24,7 +25,8 @@ BaselineMethod = Literal["prodigy", "d-adaptation", "mechanic", "dog", "schedule
 """Optimizers from other packages that set their own step size."""
 CompareMethod = Literal[TrainMethod, "local", "spread", "population", "random-search", BaselineMethod]
 
-ScheduleName = Literal["one-cycle", "cosine", "wsd", "constant"]
+ScheduleName = Literal["one-cycle", "cosine", "wsd", "constant", "none"]
+"""``none``: the shape that AutoLR gives a run by itself."""
 TorchOptimizerName = Literal["adam", "adamw", "sgd"]
 OptimizerName = Literal[TorchOptimizerName, "lion", "muon"]
 
@@ -68,13 +70,8 @@ def low_and_high(task: str, optimizer: str) -> tuple[float, float]:
 # -- schedules ------------------------------------------------------------------------------------------------------
 
 
-def default_interval(num_steps: int) -> int:
-    """T where none is given, as in AutoLR: a hundredth of the run, at most 1000 steps."""
-    return max(1, min(1000, num_steps // 100))
-
-
 def make_schedule(name: str, optimizer: Optimizer, lr: float, num_steps: int) -> LRScheduler:
-    """``one-cycle``, ``cosine``, ``wsd`` or ``constant``, with its peak at ``lr``, the optimizer's learning rate."""
+    """A schedule by its name, with its peak at ``lr``, the optimizer's learning rate."""
     if name == "one-cycle":
         return OneCycleLR(optimizer, lr, num_steps, pct_start=PEAK_SHARE, cycle_momentum=False)
     warm = max(1, num_steps // 20)
@@ -82,6 +79,7 @@ def make_schedule(name: str, optimizer: Optimizer, lr: float, num_steps: int) ->
         "cosine": lambda t: min((t + 1) / warm, 0.5 + 0.5 * math.cos(math.pi * t / num_steps)),
         "wsd": lambda t: min((t + 1) / warm, 1.0, max((num_steps - t) / (0.2 * num_steps), 0.0)),
         "constant": lambda t: 1.0,
+        "none": lambda t: constant_then_linear(t, num_steps),
     }
     if name not in shapes:
         raise ValueError(f"schedule must be one of one-cycle, {', '.join(shapes)}, but got {name!r}")

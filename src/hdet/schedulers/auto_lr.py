@@ -69,8 +69,8 @@ class AutoLR(RoundScheduler, LRScheduler):
 
     Args:
         schedule: the optimizer, whose learning rates then only say how those of param groups compare: constant, with a
-            linear decay over the last 30% of ``total_steps``, or until :meth:`cooldown` where they are not given. Or any
-            LRScheduler but ReduceLROnPlateau, already constructed, whose shape is kept. AutoLR steps it.
+            linear decay over the last 30% of ``total_steps``, or until :meth:`cooldown` where they are not given. Or
+            any LRScheduler but ReduceLROnPlateau, already constructed. AutoLR steps it.
         model: for buffers, and parameters that another optimizer trains.
         signal: ``"gradient"``, the first-order signal: one replica suffices, and replicas stay equal. ``"loss"``: the
             replicas fan out and their losses are compared. ``"auto"`` takes ``"gradient"``.
@@ -126,10 +126,11 @@ class AutoLR(RoundScheduler, LRScheduler):
         check_schedule(schedule)
         optimizer = schedule.optimizer
         total_steps = length_of(schedule) if total_steps is None else total_steps
+        interval = interval_for(kind, total_steps) if interval is None else interval
         common = Common(
-            optimizer=optimizer, model=model, interval=interval_for(kind, total_steps) if interval is None else interval,
-            total_steps=total_steps, knobs=knobs, gradients=gradients, probe=probe, adapt=adapt, copies=copies,
-            faults=faults, averaging=averaging, process_group=process_group, seed=seed,
+            optimizer=optimizer, model=model, interval=interval, total_steps=total_steps, knobs=knobs,
+            gradients=gradients, probe=probe, adapt=adapt, copies=copies, faults=faults, averaging=averaging,
+            process_group=process_group, seed=seed,
         )  # fmt: skip
         refuse_outer_step(common)
         refuse_second(optimizer)
@@ -273,10 +274,8 @@ class AutoLR(RoundScheduler, LRScheduler):
                     f"{loop.policy.climb_left(self._step)} steps at most; call it then"
                 )
             if isinstance(self.schedule, OneCycleLR) and self._step + steps > self.schedule.total_steps:
-                raise ValueError(
-                    f"steps must leave the end of the OneCycleLR where it is, in {self.schedule.total_steps - self._step} "
-                    f"steps, but got steps={steps}"
-                )
+                left = self.schedule.total_steps - self._step
+                raise ValueError(f"steps must be at most {left}, where the OneCycleLR ends, but got steps={steps}")
             self._cool((self._step, int(steps), self._cooled()))
             self._refresh()
 

@@ -23,11 +23,11 @@ from hdet.lab.recipes import (
     ScheduleName,
     TorchOptimizerName,
     TrainMethod,
-    default_interval,
     make_schedule,
 )
 from hdet.lab.tasks import TASKS, load_task, stdlib_gpt
 from hdet.lab.tasks.base import Task
+from hdet.policy.timing import default_interval
 from hdet.signals.probe import Probe
 
 KnobName = Literal["weight_decay", "momentum", "beta2", "eps"]
@@ -268,4 +268,5 @@ def make_scheduler(
             first_scale=1.0, hold_share=0.0,
         )  # fmt: skip
         return AutoLR(plain, signal="loss", adapt=adapt, faults=Faults(rollback=False), **common)
-    return AutoLR(plain, signal=settings.method, adapt=Adapt(spread=settings.spread), **common)
+    chosen = optimizer if settings.schedule == "none" and settings.method == "gradient" else plain
+    return AutoLR(chosen, signal=settings.method, adapt=Adapt(spread=settings.spread), **common)

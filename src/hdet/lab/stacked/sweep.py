@@ -24,9 +24,12 @@ from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.inputs import row_table, warm_noise
 from hdet.lab.stacked.optim import StackedOptimizer
 from hdet.lab.tasks.base import Task
+from hdet.options import Adapt
+from hdet.policy.climb import Climb
 from hdet.policy.rollback import BrokenError, Rollback
 from hdet.policy.round import Observed, RoundPolicy, Verdict
 from hdet.policy.steering import Steering
+from hdet.policy.timing import has_time_to_climb, hold_start
 from hdet.schedulers._build import FIRST_SCALES, make_evidence_controller
 from hdet.signals.gradient import mean_and_error
 
@@ -50,8 +53,8 @@ class Run:
         num_replicas: N; 1 for ``fixed`` and ``gradient``, where more would change nothing but BatchNorm's statistics.
         interval: T.
         spread: alpha.
-        start, hold: shares of the run before and after which the scale holds still.
-        first_scale, gated, rollback, quarantine: as in AutoLR.
+        start, hold: shares of the run before and after which the scale holds still; None for AutoLR's own.
+        climb, first_scale, gated, rollback, quarantine: as in AutoLR.
         controller: arguments of the controller.
         warm_noise: nu of Eq. 10, per tensor: start from the checkpoint of the seed, each replica with its own noise.
             None for freshly built weights.
@@ -64,13 +67,14 @@ class Run:
     num_replicas: int = 1
     interval: int = 20
     spread: float = 0.1
-    start: float = 0.02
-    hold: float = 0.05
+    start: float | None = None
+    hold: float | None = None
+    climb: bool | None = None
     first_scale: float | None = None
     gated: bool = True
     rollback: bool = True
     quarantine: float | None = None
-    controller: dict[str, float] = field(default_factory=dict)
+    controller: dict[str, Any] = field(default_factory=dict)
     warm_noise: float | None = None
     label: str = ""
 
@@ -82,6 +86,21 @@ class Run:
     @property
     def is_auto(self) -> bool:
         return self.method == "loss" or self.method == "gradient"
+
+    def make_climb(self, num_steps: int, *, lr_given: bool) -> Climb | None:
+        climbs = self.climb
+        if climbs is None:
+            told = self.first_scale is not None or not self.gated
+            climbs = self.method == "gradient" and not told and has_time_to_climb(num_steps, lr_given=lr_given)
+        return Climb(num_steps) if climbs else None
+
+    def acting(self, table: FloatArray, *, climbs: bool) -> tuple[float, float]:
+        """Between which steps the scale moves."""
+        num_steps = len(table)
+        start = (0.0 if climbs else 0.02) if self.start is None else self.start
+        hold = 0.05 if self.hold is None else self.hold
+        free = self.method == "gradient" and self.hold is None
+        return start * num_steps, hold_start(num_steps, table.tolist()) if free else (1 - hold) * num_steps
 
     def make_first_scale(self) -> float:
         if self.method == "loss" or self.method == "gradient":
@@ -107,6 +126,7 @@ class Result:
         base_lr: centre of the first param group's learning rate, round by round.
         z: the controller's evidence, round by round, of the first knob.
         num_rollbacks: how often it was set back.
+        climb_steps, climb_ending: how long its climb took, and how it ended.
         error: why it could not go on, where a run on real processes would have ended; its ``validation`` is then NaN.
     """
 
@@ -116,6 +136,8 @@ class Result:
     base_lr: list[float] = field(default_factory=list)
     z: list[float] = field(default_factory=list)
     num_rollbacks: int = 0
+    climb_steps: int = 0
+    climb_ending: str = ""
     error: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,19 +149,21 @@ class _Steered:
 
     Args:
         run: its configuration.
-        num_steps: of the whole run.
+        table: the schedule's value in each step, for a peak of 1.
         num_groups: param groups. The paper has a learning rate for each, AutoLR one for all.
+        lr_given: whether learning rate and schedule mean anything to AutoLR.
     """
 
-    def __init__(self, run: Run, num_steps: int, num_groups: int = 1) -> None:
+    def __init__(self, run: Run, table: FloatArray, num_groups: int = 1, *, lr_given: bool = True) -> None:
         self.run = run
+        climb = run.make_climb(len(table), lr_given=lr_given)
         self.knob_of_group = list(range(num_groups)) if run.method in ("spread", "paper") else [0] * num_groups
         self.steering = Steering(
             num_knobs=max(self.knob_of_group) + 1,
             num_replicas=run.num_replicas,
             spread=run.spread if run.method in ("spread", "anchored", "paper", "loss") else 0.0,
             controller=run.make_controller(),
-            scale_bounds=(1e-6, 1e6),
+            scale_bounds=Adapt().bounds,
             gated=run.gated and run.is_auto,
             seed=run.seed,
             first_scale=run.make_first_scale(),
@@ -147,12 +171,20 @@ class _Steered:
         self.policy = RoundPolicy(
             self.steering,
             interval=run.interval,
-            acting=(run.start * num_steps, (1 - run.hold) * num_steps),
+            acting=run.acting(table, climbs=climb is not None),
             rollback=Rollback(MAX_ROLLBACKS) if run.is_auto and run.rollback else None,
+            climb=climb,
             quarantine=run.quarantine,
             anchored=run.is_auto,
         )
         self.result = Result(run)
+        self._losses: list[FloatArray] = []
+        self._slopes: list[float] = []
+
+    def take(self, losses: FloatArray, slope: float) -> None:
+        """What one step has shown: the loss of each replica, and <g, theta - A>."""
+        self._losses.append(losses)
+        self._slopes.append(slope)
 
     @property
     def anchored(self) -> bool:
@@ -164,21 +196,26 @@ class _Steered:
         lrs: FloatArray = (base[:, None] * self.steering.multipliers)[self.knob_of_group].T
         return lrs
 
-    def end_round(
-        self, step: int, losses: FloatArray, finite: BoolArray, samples: FloatArray, scheduled: float, *, last: bool
-    ) -> Verdict | None:
-        """Take in a round. None where the run cannot go on."""
+    def end_round(self, step: int, finite: BoolArray, scheduled: float, *, last: bool) -> Verdict | None:
+        """End the round with what :meth:`take` has taken. None where the run cannot go on."""
         verdict = None
+        losses, samples = np.mean(self._losses, axis=0), np.array(self._slopes)[:, None]
+        self._losses, self._slopes = [], []
         if not self.result.error:
             slopes = mean_and_error(samples) if self.run.method == "gradient" else None
+            rate = scheduled * self.run.lr * float(self.steering.scales[0])
+            seen = Observed(step, losses, finite, rate, losses_given=True, slopes=slopes, last=last)
             try:
-                verdict = self.policy.end_round(Observed(step, losses, finite, slopes=slopes, last=last))
+                verdict = self.policy.end_round(seen)
             except BrokenError as error:
                 self.result.error = str(error)
         seen = losses[np.isfinite(losses)]
         self.result.train_loss.append(float(seen.mean()) if len(seen) else math.nan)
         self.result.base_lr.append(scheduled * self.run.lr * float(self.steering.scales[0]))
         self.result.z.append(verdict.looked.lrs.get("z", (math.nan,))[0] if verdict is not None else math.nan)
+        if verdict is not None and verdict.phase == "climb" and not self.policy.climbing:
+            assert self.policy.climb is not None
+            self.result.climb_steps, self.result.climb_ending = step, self.policy.climb.ending or ""
         self.result.num_rollbacks = verdict.num_rollbacks if verdict is not None else self.result.num_rollbacks
         return verdict
 
@@ -212,6 +249,8 @@ def sweep(
     def kind(run: Run) -> tuple[int, int, bool]:
         return run.num_replicas, run.interval, run.shared
 
+    table = schedule_table(schedule, num_steps or task.total_steps)
+
     found: dict[int, Result] = {}
     for this in dict.fromkeys(map(kind, runs)):
         chosen = [i for i, run in enumerate(runs) if kind(run) == this]
@@ -219,7 +258,8 @@ def sweep(
             task,
             [runs[i] for i in chosen],
             make_optimizer(optimizer),
-            schedule_table(schedule, num_steps or task.total_steps),
+            table,
+            lr_given=schedule != "none",
             device=device,
             dtype=dtype,
             compile=compile,
@@ -237,6 +277,7 @@ def _stacked_sweep(
     optimizer: StackedOptimizer,
     table: FloatArray,
     *,
+    lr_given: bool,
     device: str,
     dtype: torch.dtype,
     compile: bool,  # noqa: A002
@@ -244,7 +285,7 @@ def _stacked_sweep(
     progress: Callable[[int], None],
     on_end: Callable[[Run, nn.Module], None],
 ) -> list[Result]:
-    num_steps, num_replicas, interval = len(table), runs[0].num_replicas, runs[0].interval
+    num_steps, num_replicas = len(table), runs[0].num_replicas
     task.to(device)
     models = [task.build(run.seed) for run in runs]
     for run, model in zip(runs, models, strict=True):
@@ -265,25 +306,25 @@ def _stacked_sweep(
         graph=device.startswith("cuda"),
     )
     rows = row_table(task, [run.seed for run in runs], num_steps, num_replicas).to(device)
-    steered = [_Steered(run, num_steps, len(groups)) for run in runs]
-    total = torch.zeros(len(runs), num_replicas, dtype=torch.float64, device=device)
-    slopes = torch.zeros(interval, len(runs), dtype=torch.float64, device=device)
-    num_taken = 0
+    steered = [_Steered(run, table, len(groups), lr_given=lr_given) for run in runs]
+    seen: list[Tensor] = []
     for step in range(num_steps):
         if step:
             for s in steered:
                 s.steering.rise(np.full(len(s.steering.scales), math.log(table[step] / table[step - 1])))
         lrs = torch.from_numpy(np.stack([s.lrs(table[step]) for s in steered]))
         found = engine.step(task.gather(rows[step]), lrs.to(device, dtype, non_blocking=True))
-        total += found.losses
-        slopes[num_taken] = found.slopes.sum(-1)
-        num_taken += 1
+        seen.append(torch.cat([found.losses.double(), found.slopes.sum(-1, keepdim=True).double()], dim=1))
         last = step + 1 == num_steps
-        if steered[0].policy.is_due(step + 1, last=last):
-            _end_round(engine, steered, step + 1, total / num_taken, slopes[:num_taken], float(table[step]), last=last)
-            total.zero_()
-            num_taken = 0
-            progress(step + 1)
+        due = [s.policy.is_due(step + 1, last=last) for s in steered]
+        if not any(due):
+            continue
+        for rows_of_step in torch.stack(seen).cpu().numpy():
+            for s, row in zip(steered, rows_of_step, strict=True):
+                s.take(row[:-1], float(row[-1]))
+        seen = []
+        _end_round(engine, steered, due, step + 1, float(table[step]), last=last)
+        progress(step + 1)
     for index, s in enumerate(steered):
         model = engine.mean_model(index)
         s.result.validation = task.evaluate(model)
@@ -294,32 +335,31 @@ def _stacked_sweep(
 
 
 def _end_round(
-    engine: StackedModels,
-    steered: Sequence[_Steered],
-    step: int,
-    losses: Tensor,
-    slopes: Tensor,
-    scheduled: float,
-    *,
-    last: bool,
+    engine: StackedModels, steered: Sequence[_Steered], due: Sequence[bool], step: int, scheduled: float, *, last: bool
 ) -> None:
+    """End the round of those runs whose round is due."""
     finite = engine.weights.isfinite().all(-1).cpu().numpy()
-    found = zip(steered, losses.cpu().numpy(), finite, slopes.cpu().numpy().T, strict=True)
-    verdicts = [s.end_round(step, row, fine, samples[:, None], scheduled, last=last) for s, row, fine, samples in found]
+    found = zip(steered, finite, due, strict=True)
+    verdicts = [s.end_round(step, fine, scheduled, last=last) if now else None for s, fine, now in found]
     broken = torch.tensor([v is not None and v.go_back for v in verdicts])
     healthy = [np.ones(engine.num_replicas, dtype=bool) if v is None or v.go_back else v.healthy for v in verdicts]
     if not np.all(healthy):
         engine.repair(torch.from_numpy(np.stack(healthy)))
     # Plain data parallel never averages weights, so replicas that start apart stay apart.
-    engine.converge(torch.tensor([s.run.method != "fixed" for s in steered]))
+    engine.converge(torch.tensor([now and s.run.method != "fixed" for s, now in zip(steered, due, strict=True)]))
     if broken.any():
         engine.restore(broken)
-    engine.snapshot(~broken)
+    kept = torch.tensor([v is not None and v.keep and not v.go_back for v in verdicts])
+    if kept.any():
+        engine.snapshot(kept)
     renewed = torch.tensor([v is not None and v.new_anchor for v in verdicts])
     if renewed.any():
         engine.set_anchor(renewed)
     if not last and any(s.anchored for s in steered):
         # Multiplier 1 leaves the replicas of a run without an anchor at their mean.
         ones = np.ones((engine.num_replicas, len(engine.group_names)))
-        rho = [s.steering.multipliers[s.knob_of_group].T if s.anchored else ones for s in steered]
+        rho = [
+            s.steering.multipliers[s.knob_of_group].T if s.anchored and now else ones
+            for s, now in zip(steered, due, strict=True)
+        ]
         engine.place(torch.from_numpy(np.stack(rho)).to(engine.weights.device))
