@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from hdet import __version__
-from hdet.lab.recipes import default_interval
 from hdet.lab.recipes import starts as default_starts
 from hdet.lab.stacked.sweep import Result, Run, sweep
 from hdet.lab.tasks import TASKS, load_task
+from hdet.policy.timing import default_interval
 
 DEFAULTS = (
     "fixed:method=fixed",

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from hdet import __version__
-from hdet.lab.recipes import SweepMethod, default_interval
+from hdet.lab.recipes import SweepMethod
 from hdet.lab.stacked.sweep import Result, Run, sweep
 from hdet.lab.tasks import stdlib_gpt
+from hdet.policy.timing import default_interval
 
 GRID = (3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 FACTORS = (1 / 100, 1 / 30, 1 / 10, 1 / 3, 1, 3, 10, 30)
