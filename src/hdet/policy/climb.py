@@ -31,9 +31,8 @@ BACK: dict[Ending, float] = {"turned": 1.5, "broken": 4.0, "limit": 1.0}
 FAR_BELOW = 100.0
 MAX_STARTS = 6
 MAX_BLIND = 3
-WARM_SHARE = 0.03
-"""Of the run: the steps in which the learning rate then rises from zero."""
-UNKNOWN_WARM = 50
+WARM_SHARE, MAX_WARM, UNKNOWN_WARM = 0.06, 500, 50
+"""Of the run: the steps in which the learning rate then rises from zero; at most, and in a run of unknown length."""
 
 WHY: dict[Ending, str] = {
     "turned": "a higher one no longer lowered the loss",
@@ -55,7 +54,7 @@ class Climb:
     def __init__(self, total_steps: int | None = None, *, step: int = 0) -> None:
         share = math.inf if total_steps is None else min(max(total_steps / 10, 24), total_steps / 4)
         self.max_steps = int(min(share, 200))
-        self.warm_steps = UNKNOWN_WARM if total_steps is None else max(int(WARM_SHARE * total_steps), 1)
+        self.warm_steps = UNKNOWN_WARM if total_steps is None else min(max(int(WARM_SHARE * total_steps), 1), MAX_WARM)
         self.begun = step
         self.ended: int | None = None
         """After how many optimizer steps it was over."""
