@@ -38,7 +38,7 @@ def test_rounds_end_every_interval_and_with_the_last_step() -> None:
 
 def test_the_controller_acts_inside_its_window() -> None:
     policy = make_policy(acting=(T, 3 * T))
-    looked = [bool(end_round(policy, 1.0, 1.1, 1.2, 1.4).looked.lrs) for _ in range(4)]
+    looked = [bool(end_round(policy, 1.4, 1.2, 1.1, 1.0).looked.lrs) for _ in range(4)]
     assert looked == [False, True, True, False]
     assert policy.steering.round_index == 4
     assert policy.steering.scales[0] != 1
@@ -63,11 +63,18 @@ def test_a_broken_round_is_undone_until_the_budget_is_spent() -> None:
     policy = make_policy(rollback=Rollback(2))
     end_round(policy, 1.0)
     first = end_round(policy, math.nan)
-    assert (first.go_back, first.num_rollbacks, first.messages) == (True, 1, ())
+    assert (first.go_back, first.num_rollbacks) == (True, 1)
+    (done,) = first.events
+    assert done == (
+        "the round that ended at step 10 was undone, because loss or weights were not finite: weights and optimizer "
+        "state are those of the last healthy round, and learning rates are multiplied by 0.5"
+    )
+    assert first.messages == (f"{done}. Later ones are in scheduler.history",)
     assert policy.steering.scales[0] == CUT
     end_round(policy, 1.0)
     second = end_round(policy, 1.0, finite=(0,) * N)
     assert second.go_back
+    assert len(second.events) == 1
     assert "max_rollbacks=2 are spent" in second.messages[0]
     held = end_round(policy, 1.0, 1.1, 1.2, 1.4)
     assert (held.held, held.go_back, held.looked.lrs) == (True, False, {})

@@ -14,6 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from hdet.checks import FloatArray
 from hdet.controllers import Controller, Decision, Evidence, EvidenceController, PaperController
+from hdet.controllers.base import pack_state
 from hdet.policy.spread import fan_out
 from hdet.policy.steering import Steering
 
@@ -189,7 +190,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "round": ({"round": 1.5}, "round must be an integer >= 0, but got 1.5"),
     "controller": ({"controller": {"velocity": [0.0, 0.0]}}, "made with another controller"),
     "controller's numbers": (
-        {"controller": {"slope": [math.nan, 0.0], "variance": [0.0, 0.0], "weight": [0.0, 0.0]}},
+        {"controller": pack_state(EvidenceController().init(2)) | {"slope": [math.nan, 0.0]}},
         "controller state 'slope' must be finite numbers of shape",
     ),
 }

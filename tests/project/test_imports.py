@@ -24,7 +24,7 @@ ROOMS = (
     {"integrations", "__init__"},
     {"schedulers"},
     {"engine"},
-    {"warm_start", "sinks", "testing"},
+    {"warm_start", "sinks", "testing", "found"},
     {"knobs"},
     {"signals"},
     {"options"},
@@ -33,7 +33,7 @@ ROOMS = (
     {"history"},
     {"policy"},
     {"controllers"},
-    {"launch"},
+    {"launch", "notices"},
     {"checks"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -87,8 +87,8 @@ def test_rooms_of_numbers_import_no_torch(name: str) -> None:
 
 
 def test_the_public_names_are_frozen() -> None:
-    names = ["Adapt", "AutoLR", "Averaging", "Copies", "Explorer", "Faults", "OneCycleAutoLR", "RoundRecord"]
-    assert sorted(hdet.__all__) == [*names, "knobs", "warm_noisy_init"]
+    names = ["Adapt", "AutoLR", "Averaging", "Copies", "Explorer", "Faults", "Found", "OneCycleAutoLR"]
+    assert sorted(hdet.__all__) == [*names, "RoundRecord", "knobs", "warm_noisy_init"]
     assert all(hasattr(hdet, name) for name in hdet.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", hdet.__version__)
 

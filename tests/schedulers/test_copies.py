@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
+from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
 from hdet.launch import launch
 
 Run = tuple[nn.Module, torch.optim.Optimizer, Any]
@@ -23,17 +23,17 @@ KINDS = ("AutoLR", "OneCycleAutoLR", "Explorer")
 WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": lambda it: pickle.loads(pickle.dumps(it))}
 
 
-def _make(kind: str) -> Run:
+def _make(kind: str, **adapt: Any) -> Run:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if kind == "AutoLR":
-            return model, optimizer, AutoLR(CosineAnnealingLR(optimizer, 200), model=model)
+            return model, optimizer, AutoLR(CosineAnnealingLR(optimizer, 200), interval=2, model=model, adapt=Adapt(**adapt))
         if kind == "OneCycleAutoLR":
             return model, optimizer, OneCycleAutoLR(
-                optimizer, 0.01, 200, model_sync_interval=2, signal="gradient", model=model
+                optimizer, 0.01, 200, model_sync_interval=2, signal="gradient", model=model, adapt=Adapt(**adapt)
             )  # fmt: skip
         return model, optimizer, Explorer(model, optimizer, knobs=[knobs.LearningRate()], interval=2)
 
@@ -56,9 +56,11 @@ def _train(run: Run, first: int, steps: int, *, broken_at: int = -1) -> list[tup
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("climb", [None, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_of_all_three_goes_on_as_the_original_does(kind: str, way: str) -> None:
-    run = _make(kind)
+def test_a_copy_of_all_three_goes_on_as_the_original_does(kind: str, climb: bool | None, way: str) -> None:
+    """In the middle of a climb, too, which then goes back to the first weights, not to those of the copy."""
+    run = _make(kind, climb=climb)
     _train(run, 0, 7)
     again = WAYS[way](run)
     gc.collect()
@@ -74,7 +76,7 @@ def test_a_copy_of_all_three_goes_on_as_the_original_does(kind: str, way: str) -
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["AutoLR", "OneCycleAutoLR"])
 def test_a_copy_of_the_scheduler_alone_brings_its_optimizer(kind: str, way: str) -> None:
-    run = _make(kind)
+    run = _make(kind, climb=False)
     _train(run, 0, 5)
     again = WAYS[way](run[2])
     assert again.optimizer is not run[1]
@@ -93,10 +95,11 @@ def test_a_copy_of_the_scheduler_alone_brings_its_optimizer(kind: str, way: str)
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_copy_undoes_a_broken_round(way: str) -> None:
-    run = _make("AutoLR")
+    run = _make("AutoLR", climb=False)
     _train(run, 0, 7)
     again = WAYS[way](run)
-    _train(again, 7, 6, broken_at=9)
+    with pytest.warns(UserWarning, match="the round that ended at step 12 was undone"):
+        _train(again, 7, 6, broken_at=9)
     assert again[2].history[-1].num_rollbacks == 1
     assert all(torch.isfinite(p).all() for p in again[0].parameters())
 

@@ -765,7 +765,10 @@ def _rollback_without_lr() -> dict[str, Any]:
     run.advance(10)
     with torch.no_grad():
         run.net.first.weight.fill_(math.nan)
-    run.advance(12)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.advance(12)
+    assert [str(w.message).count("learning rates") for w in told] == [0]
     record = run.face.history[-1]
     lr = run.optimizer.param_groups[0]["lr"]
     return {"rollbacks": record.num_rollbacks, "told": record.base_values, "lr": lr, "weights": run.weights()}

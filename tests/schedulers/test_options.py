@@ -101,7 +101,7 @@ def test_what_has_no_use_is_refused(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_a_default_that_is_spelled_out_is_no_mistake() -> None:
     _explorer(spread=0.1, gated=None)
-    _cycle(spread=0.1, groups="together", hold_share=0.05)
+    _cycle(spread=0.1, groups="together", hold_share=None)
 
 
 def test_with_a_signal_onecycle_takes_all_of_adapt() -> None:
@@ -116,7 +116,8 @@ def test_with_a_signal_onecycle_takes_all_of_adapt() -> None:
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_base_values_wait_a_fiftieth_of_the_run_where_its_length_is_known(steps: int | None) -> None:
     assert _explorer(total_steps=steps)._rounds.policy.acting[0] == (steps or 0) // 50
-    assert _auto(total_steps=steps)._rounds.policy.acting[0] == 8
+    assert _auto(total_steps=steps, climb=False)._rounds.policy.acting[0] == 8
+    assert _auto(total_steps=steps)._rounds.policy.acting[0] == 0  # after a climb, at once
     assert _explorer(total_steps=steps, start_steps=3)._rounds.policy.acting[0] == 3
 
 

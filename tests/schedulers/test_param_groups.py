@@ -204,6 +204,7 @@ def test_a_group_that_was_removed_is_an_error() -> None:
         run.scheduler.step(1.0)
 
 
+@pytest.mark.filterwarnings("ignore:the round that ended at step")
 def test_a_round_that_breaks_takes_newcomers_back_to_where_they_joined() -> None:
     run = Run(ALONE["cosine"])
     run.train(6)

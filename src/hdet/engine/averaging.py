@@ -300,7 +300,5 @@ class Averager:
                     self.spread_out(rho)
 
     def copied(self) -> None:
-        """After a copy with optimizer and model: these are other tensors, and snapshots name theirs by identity."""
+        """After a copy with optimizer and model: these are other tensors."""
         self.weights.recount()
-        if self.fallback is not None:
-            self.fallback.snapshot.forget()

@@ -32,7 +32,7 @@ class Start(NamedTuple):
         state = found["optimizer"]
         if not isinstance(state, (list, tuple)) or not all(isinstance(each, Mapping) for each in state):
             raise ValueError(f"start must have a mapping for each parameter's state, but got {shown(state)}")
-        by_key = dict(zip((id(t) for t in averaged), tensors, strict=False))
+        by_key = dict(zip((weights.key(t) for t in averaged), tensors, strict=False))
         return cls(by_key, {index: dict(each) for index, each in enumerate(state)})
 
 
@@ -83,6 +83,6 @@ class Fallback:
             return {}
         tensors, state = found
         return {
-            "weights": [as_saved(tensors[id(t)], t) for t in weights.averaged()],
+            "weights": [as_saved(tensors[weights.key(t)], t) for t in weights.averaged()],
             "optimizer": [state.get(index, {}) for index in range(len(weights.anchored()))],
         }

@@ -86,16 +86,16 @@ class Rollback:
             )
         return not fine
 
-    def take(self, step: int) -> tuple[str, tuple[str, ...]]:
+    def take(self, step: int, *, is_cut: bool) -> tuple[str, tuple[str, ...]]:
         """Count a round that is undone; returns what was done, and what the user should be told now.
 
-        That is the first one, and the first time the budget is spent.
+        That is the first one, and the first time the budget is spent. ``is_cut``: whether learning rates were lowered.
         """
         self.num_rollbacks += 1
         self.budget.take()
         done = (
             f"the round that ended at step {step} was undone, because {self.cause}: weights and optimizer state are "
-            f"those of the last healthy round, and learning rates are multiplied by {CUT:g}"
+            "those of the last healthy round" + (f", and learning rates are multiplied by {CUT:g}" if is_cut else "")
         )
         messages = (f"{done}. Later ones are in scheduler.history",) if self.num_rollbacks == 1 else ()
         if not self.budget.spent or self.strict or self._warned:

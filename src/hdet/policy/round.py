@@ -200,7 +200,7 @@ class RoundPolicy:
         elif go_back := self._is_broken(seen, losses, healthy):
             assert self.rollback is not None
             steering.cut(CUT)
-            done, messages = self.rollback.take(seen.step)
+            done, messages = self.rollback.take(seen.step, is_cut=bool((steering.scales < scales).any()))
             events = (done,)
         elif acting:
             end = self.acting[1]

@@ -113,7 +113,8 @@ def _climbs(common: Common, signal: SignalName, *, step: int, lr_given: bool) ->
         raise ValueError('climb=True needs the gradient signal: pass signal="gradient", or leave climb out')
     if adapt.climb is not None or signal != "gradient":
         return bool(adapt.climb)
-    told = adapt.controller is not None or adapt.gated is not None or adapt.first_scale is not None
+    told = any(given is not None for given in (adapt.controller, adapt.gated, adapt.first_scale))
+    told = told or adapt.bounds[0] > FIRST_SCALES[signal]  # no room below
     # A run that is continued has found its learning rate, be it by hand.
     return step <= 0 and not told and has_time_to_climb(common.total_steps, lr_given=lr_given)
 

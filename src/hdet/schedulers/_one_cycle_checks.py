@@ -24,6 +24,7 @@ _UNUSED_BY_PAPER = {
     "controller": _PAPERS + 'which signal=None stands for, has its own; pass signal="gradient" or "loss"',
     "anchor": _PAPERS + "measures from the last converge",
     "groups": _PAPERS + "has a scale for each param group",
+    "climb": _PAPERS + "starts from the schedule as it is",
     "gated": _PAPERS + "lets the warm-up through as it is",
     "first_scale": _PAPERS + "starts from the schedule as it is",
     "start_steps": _PAPERS + "starts after auto_lr_warmup_steps",

@@ -36,6 +36,8 @@ class Weights:
         self._buffers: Buffers = {}
         self._trainable = self._requiring_grad()
         self._unnamed: list[Tensor] | None = None
+        self._keys: dict[int, tuple[Tensor, int]] = {}
+        self._num_keys = 0
 
     def anchored(self) -> list[Tensor]:
         """What the learning rate moves: the optimizer's parameters, in its order."""
@@ -89,8 +91,16 @@ class Weights:
                 )
 
     def local(self) -> dict[int, Tensor]:
-        """This rank's part of what is averaged, every element of memory once, by the identity of the whole."""
-        return {id(t): memory_view(local_tensor(t)) for t in self.averaged()}
+        """This rank's part of what is averaged, every element of memory once, by a key that a copy keeps."""
+        return {self.key(t): memory_view(local_tensor(t)) for t in self.averaged()}
+
+    def key(self, tensor: Tensor) -> int:
+        """The number of a parameter or buffer: the same one at any time, and in a copy of it all."""
+        found = self._keys.get(id(tensor))
+        if found is None or found[0] is not tensor:
+            found = self._keys[id(tensor)] = tensor, self._num_keys
+            self._num_keys += 1
+        return found[1]
 
     def kept(self) -> dict[int, Tensor]:
         """What a round that is undone changes here: :meth:`local`, and buffers of a model that nobody has named.
@@ -99,7 +109,7 @@ class Weights:
         """
         if self.model is None and self._unnamed is None:
             self._unnamed = buffers_beside(self.anchored())
-        unnamed = {id(b): memory_view(local_tensor(b)) for b in self._unnamed or ()}
+        unnamed = {self.key(b): memory_view(local_tensor(b)) for b in self._unnamed or ()}
         return self.local() | unnamed
 
     def is_healthy(self) -> bool:
@@ -156,7 +166,7 @@ class Weights:
 
     def recount(self) -> None:
         """After a copy: these are other tensors."""
-        self._unnamed = None
+        self._keys = {id(tensor): (tensor, key) for tensor, key in self._keys.values()}
         self._trainable = self._requiring_grad()
 
     def _requiring_grad(self) -> set[int]:
