@@ -22,8 +22,6 @@ from hdet.lab.stacked.sweep import Run, sweep
 from hdet.lab.tasks import Batch
 from hdet.lab.tasks.base import random_rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FACTOR, WORSE = 5.0, 30.0
 SEEDS = range(20)
 GRID = np.geomspace(0.1, 3.4, 16).tolist()  # a step is a factor of 1.26; momentum .9 is unstable beyond 3.8
