@@ -13,7 +13,7 @@ from hdet.launch import preload
 
 # A launched process imports the module of its test and everything that needs: seconds, unless it is there already.
 preload("pytest", "hypothesis", "hypothesis.strategies", "numpy.testing", "torch.distributed.fsdp")
-preload("hdet.lab.commands.train", "torch.utils.tensorboard")
+preload("hdet.lab.commands.train", "torch.utils.tensorboard", "torch._dynamo.backends.debugging")
 
 # How long an example takes says more about a shared machine than about the code.
 settings.register_profile("hdet", deadline=None)

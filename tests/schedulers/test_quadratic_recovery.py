@@ -47,8 +47,9 @@ class Quadratic:
         self.curvature = torch.logspace(-math.log10(CONDITION), 0, DIM, dtype=torch.float64)
         self.noise = NOISE * torch.randn(4096, DIM, generator=g, dtype=torch.float64)
         self.validation_rows = torch.arange(len(self.noise))
-        batches = [[self.noise[self.rows(step, seed=seed)].numpy().mean(0) for seed in SEEDS] for step in range(STEPS)]
-        self.means = np.array(batches)  # (steps, seeds, DIM)
+        drawn = [[random_rows(4096, 8, seed=seed, step=step) for seed in SEEDS] for step in range(STEPS)]
+        self.drawn = torch.stack([torch.stack(rows) for rows in drawn])  # (steps, seeds, rows)
+        self.means = self.noise[self.drawn].mean(2).numpy()  # (steps, seeds, DIM)
 
     def to(self, device: torch.device | str) -> Quadratic:
         return self
@@ -61,7 +62,7 @@ class Quadratic:
         return {"all": ["place"]}
 
     def rows(self, step: int, *, seed: int = 0) -> Tensor:
-        return random_rows(len(self.noise), self.batch_rows, seed=seed, step=step)
+        return self.drawn[step, seed]
 
     def gather(self, rows: Tensor) -> Batch:
         return (self.noise[rows],)
