@@ -6,20 +6,21 @@ import json
 import resource
 import signal
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import AutoLR
+from hdet import AutoLR, RoundRecord
 from hdet.launch import launch
-from hdet.sinks import JsonLinesSink, Sink, TensorBoardSink
+from hdet.sinks import JsonLinesSink, TensorBoardSink
 
 NUM_ROUNDS = 12
 
 
-def _train(*sinks: Sink, num_rounds: int = NUM_ROUNDS) -> list[float]:
+def _train(*sinks: Callable[[RoundRecord, Sequence[str]], object], num_rounds: int = NUM_ROUNDS) -> list[float]:
     """Weights after each round."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.01)
@@ -62,7 +63,8 @@ def _under_a_limit(limit: int, kind: type[JsonLinesSink | TensorBoardSink], path
     expected = _train()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    sink, records = kind(path), []
+    sink = kind(path)
+    records: list[RoundRecord] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         weights = _train(sink, lambda record, names: records.append(record))
