@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
-import pytest
-import torch
+# Models this small only wait for each other on several threads, here and in the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
 from hypothesis import settings
 
 from hdet.launch import preload
 
 # A launched process imports the module of its test and everything that needs: seconds, unless it is there already.
 preload("pytest", "hypothesis", "hypothesis.strategies", "numpy.testing", "torch.distributed.fsdp")
-preload("hdet.lab.commands.train", "torch.utils.tensorboard")
+preload("hdet.lab.commands.train", "torch.utils.tensorboard", "torch._dynamo.backends.debugging")
 
 # How long an example takes says more about a shared machine than about the code.
 settings.register_profile("hdet", deadline=None)
 settings.load_profile("hdet")
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for each other on several threads. With ``pytest.mark.usefixtures``."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

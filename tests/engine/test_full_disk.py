@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import resource
+import signal
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import AutoLR
-from hdet.sinks import JsonLinesSink, Sink
+from hdet import AutoLR, RoundRecord
+from hdet.launch import launch
+from hdet.sinks import JsonLinesSink, TensorBoardSink
 
 NUM_ROUNDS = 12
 
 
-def _train(*sinks: Sink, num_rounds: int = NUM_ROUNDS) -> list[float]:
+def _train(*sinks: Callable[[RoundRecord, Sequence[str]], object], num_rounds: int = NUM_ROUNDS) -> list[float]:
     """Weights after each round."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.01)
@@ -56,35 +58,22 @@ def test_training_goes_on_with_one_warning_wherever_it_cannot_write(tmp_path: Pa
         assert len(caught) == 1, path
 
 
-_UNDER_A_LIMIT = """
-import resource, signal, sys, warnings
-sys.path.insert(0, {tests!r})
-from hdet.sinks import JsonLinesSink, TensorBoardSink
-from test_full_disk import _train
-import torch.utils.tensorboard  # reads and compiles a lot, before the disk is full
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
-sink = {sink}
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    records = []
-    weights = _train(sink, lambda record, names: records.append(record))
-    sink.close()
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-if {again}:
-    sink(records[-1])
-assert weights == _train()
-print([str(w.message) for w in caught if "could not" in str(w.message)])
-"""
-
-
-def _under_a_limit(limit: int, sink: str, *, again: bool = False) -> list[str]:
-    program = _UNDER_A_LIMIT.format(tests=str(Path(__file__).parent), limit=limit, sink=sink, again=again)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    said: list[str] = json.loads(done.stdout.strip().split("\n")[-1].replace("'", '"'))
-    return said
+def _under_a_limit(limit: int, kind: type[JsonLinesSink | TensorBoardSink], path: str) -> list[str]:
+    """What is said in a process whose files can be no longer than ``limit`` bytes, until training is over."""
+    expected = _train()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    sink = kind(path)
+    records: list[RoundRecord] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        weights = _train(sink, lambda record, names: records.append(record))
+        sink.close()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    if kind is JsonLinesSink:
+        sink(records[-1], ())
+    assert weights == expected
+    return [str(w.message) for w in caught if "could not" in str(w.message)]
 
 
 def test_a_disk_that_fills_up_leaves_whole_lines_and_later_ones_follow(tmp_path: Path) -> None:
@@ -93,7 +82,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines_and_later_ones_follow(tmp_path:
     line = len(path.read_text().splitlines()[0])
     path.unlink()
     limit = 3 * line + line // 2  # in the middle of the fourth line
-    [message] = _under_a_limit(limit, f"JsonLinesSink({str(path)!r})", again=True)
+    [[message]] = launch(_under_a_limit, 1, limit, JsonLinesSink, str(path))
     assert "JsonLinesSink could not write round 3" in message
     text = path.read_text()
     assert text.endswith("\n")
@@ -102,7 +91,7 @@ def test_a_disk_that_fills_up_leaves_whole_lines_and_later_ones_follow(tmp_path:
 
 def test_tensorboard_on_a_full_disk(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="pip install 'hdet[sinks]'")
-    said = _under_a_limit(2000, f"TensorBoardSink({str(tmp_path)!r})")
+    [said] = launch(_under_a_limit, 1, 2000, TensorBoardSink, str(tmp_path))
     assert len(said) == 1
     assert "TensorBoardSink could not write" in said[0]
 

@@ -12,7 +12,7 @@ import torch
 
 from hdet.launch import launch
 
-ROUNDS = 100
+ROUNDS = 60
 
 
 def _production() -> ModuleType:
@@ -31,9 +31,9 @@ def _curves(device: str, width: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read as Linux tells it")
-def test_resident_memory_does_not_grow_over_a_hundred_rounds() -> None:
-    """A model of 0.6 MB: one copy lost a round would be 45 MB from round 30 on."""
-    for face, curve in launch(_curves, 2, "cpu", 200, timeout_s=100)[0].items():
+def test_resident_memory_does_not_grow_over_many_rounds() -> None:
+    """A model of 1.4 MB: one copy lost a round would be 43 MB from round 30 on."""
+    for face, curve in launch(_curves, 2, "cpu", 300, timeout_s=100)[0].items():
         assert curve[-1] - curve[29] < 9, (face, curve)
 
 

@@ -23,8 +23,6 @@ from hdet.lab.stacked.optim import SGD
 from hdet.lab.stacked.sweep import Run, sweep
 from hdet.lab.tasks import QuadraticTask, stdlib_gpt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NAN, INF = math.nan, math.inf
 
 

@@ -28,8 +28,6 @@ from hdet.lab.stacked.population import FACTORS, exploit, log_uniform, train_pop
 from hdet.lab.stacked.sweep import Run, sweep
 from hdet.lab.tasks import QuadraticTask, TextTask, batch_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES = ("dimension=4", "num_rows=256", "batch_rows=8", "noise=0.1")
 SMALL = [f"--task-option={text}" for text in SIZES]
 NAN, INF = math.nan, math.inf

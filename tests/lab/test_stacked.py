@@ -15,8 +15,6 @@ from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.optim import SGD, Adam, Lion, Muon, StackedOptimizer, make_layout
 from hdet.lab.tasks import TextTask, split_rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RUNS, REPLICAS, STEPS = 2, 3, 5
 Params = list[dict[str, Any]]
 

@@ -15,8 +15,6 @@ from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.optim import SGD
 from hdet.lab.tasks.base import evaluation_mode
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RUNS, REPLICAS, ROWS = 2, 3, 5
 
 

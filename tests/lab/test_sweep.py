@@ -23,8 +23,6 @@ from hdet.lab.tasks import TextTask, batch_of
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEPS, INTERVAL = 60, 4
 
 

@@ -32,8 +32,6 @@ from hdet.lab.tasks.base import param_groups
 from hdet.lab.tasks.feed import auc
 from hdet.lab.tasks.feed_data import LIKED, PADDING, WATCHED, WATCHED_LONG
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data"
 DOCS = ROOT / "docs" / "tasks.md"

@@ -21,8 +21,6 @@ from torch.optim.lr_scheduler import (
 from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
 from options import grouped
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def _optimizer(lr: float | Tensor = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=lr)

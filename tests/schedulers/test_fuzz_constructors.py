@@ -40,8 +40,6 @@ from hdet.controllers import EvidenceController, JointController, PaperControlle
 from hdet.sinks import JsonLinesSink, TensorBoardSink
 from hdet.weights.outer import OuterStep
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 INTERVAL = 2
 MANY = int(os.environ.get("HDET_FUZZ_EXAMPLES", "0"))
 """How many examples a constructor gets, in a long run."""

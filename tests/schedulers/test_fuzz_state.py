@@ -10,8 +10,6 @@ import pytest
 import fuzz_state
 from hdet.launch import launch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def alone() -> list[dict[str, Any]]:

@@ -30,8 +30,6 @@ from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
 from hdet.launch import launch
 from options import grouped
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 JOIN, STEPS = 5, 16
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
     "cosine": lambda o: CosineAnnealingLR(o, 40),

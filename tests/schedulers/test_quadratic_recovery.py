@@ -22,8 +22,6 @@ from hdet.lab.stacked.sweep import Run, sweep
 from hdet.lab.tasks import Batch
 from hdet.lab.tasks.base import random_rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 FACTOR, WORSE = 5.0, 30.0
 SEEDS = range(20)
 GRID = np.geomspace(0.1, 3.4, 16).tolist()  # a step is a factor of 1.26; momentum .9 is unstable beyond 3.8
@@ -49,8 +47,9 @@ class Quadratic:
         self.curvature = torch.logspace(-math.log10(CONDITION), 0, DIM, dtype=torch.float64)
         self.noise = NOISE * torch.randn(4096, DIM, generator=g, dtype=torch.float64)
         self.validation_rows = torch.arange(len(self.noise))
-        batches = [[self.noise[self.rows(step, seed=seed)].numpy().mean(0) for seed in SEEDS] for step in range(STEPS)]
-        self.means = np.array(batches)  # (steps, seeds, DIM)
+        drawn = [[random_rows(4096, 8, seed=seed, step=step) for seed in SEEDS] for step in range(STEPS)]
+        self.drawn = torch.stack([torch.stack(rows) for rows in drawn])  # (steps, seeds, rows)
+        self.means = self.noise[self.drawn].mean(2).numpy()  # (steps, seeds, DIM)
 
     def to(self, device: torch.device | str) -> Quadratic:
         return self
@@ -63,7 +62,7 @@ class Quadratic:
         return {"all": ["place"]}
 
     def rows(self, step: int, *, seed: int = 0) -> Tensor:
-        return random_rows(len(self.noise), self.batch_rows, seed=seed, step=step)
+        return self.drawn[step, seed]
 
     def gather(self, rows: Tensor) -> Batch:
         return (self.noise[rows],)
