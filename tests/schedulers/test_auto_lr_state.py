@@ -159,6 +159,7 @@ RESUMES: dict[str, tuple[dict[str, Any], int]] = {
 
 def _resume(folder: str) -> dict[str, Any]:
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "the round that ended at step")
     out: dict[str, Any] = {}
     for name, (options, saved_at) in RESUMES.items():
         if _world()[1] == 1 and options.get("signal") == "loss":
@@ -236,6 +237,7 @@ def _rounds(run: _Run) -> dict[str, Any]:
 
 def _start(path: str, signal: str) -> dict[str, Any]:
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "the round that ended at step")
     run = _Run(signal)
     run.advance(10)
     run.save(path)
@@ -245,6 +247,7 @@ def _start(path: str, signal: str) -> dict[str, Any]:
 
 def _go_on(path: str, signal: str) -> dict[str, Any]:
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "the round that ended at step")
     run = _Run(signal)
     run.load(path)
     out: dict[str, Any] = {"lrs": run.lrs(), "schedule": list(run.scheduler._schedule_lrs)}
@@ -395,6 +398,7 @@ def _on_the_line(run: _Run, centre: list[float]) -> bool:
 
 def _rollbacks(folder: str) -> dict[str, Any]:
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "the round that ended at step")
     out: dict[str, Any] = {}
     for signal in ("loss", "gradient"):
         for factor in (math.nan, 1e3):
@@ -496,6 +500,7 @@ def _sharded() -> Any:
 def _states() -> dict[str, Any]:
     """What a state is, and when saving one warns."""
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "the round that ended at step")
     out: dict[str, Any] = {"states": []}
     for signal in ("loss", "gradient"):
         run = _Run(signal)

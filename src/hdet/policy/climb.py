@@ -97,7 +97,7 @@ class Climb:
         if why is None and step - self.begun >= self.max_steps:
             why = "flat" if self.is_far else "limit"
         if why is None:
-            self.path += rate
+            self.path += abs(rate)  # a schedule may pass below 0
             return "go on"
         if why == "broken" and self.path == 0:  # not of our doing: nothing had moved
             self.slopes, self.losses = [], []

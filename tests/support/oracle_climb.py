@@ -1,0 +1,77 @@
+"""The climb (Eq. 14) once more, slowly: all steps so far are looked at again in every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Step = tuple[float, float]
+"""Loss and slope of a step."""
+
+
+def climb(steps: Sequence[Step], first_lr: float, total_steps: int) -> tuple[list[float], list[str], float]:
+    """The learning rate of each step, how each attempt ended ("" for the one that goes on), and the next scale."""
+    cap = min(max(total_steps / 10, 24), total_steps / 4, 200)
+    scale, still, lrs, endings = 0.01, [], [], []
+    at = 0
+    while True:
+        used, ending, scale, raised, still, ok = _attempt(steps[at:], first_lr, scale, still, cap - at)
+        lrs += used
+        at += len(used)
+        endings.append(ending)
+        if ending == "":
+            return lrs, endings, scale
+        if ending == "limit" or raised > 1 or len(endings) > 6:
+            return lrs, endings, ok / {"turned": 1.5, "broken": 4, "limit": 1}[ending]
+        scale /= 100 * math.exp(0.7 * raised)
+        still = still[:1]
+
+
+def _attempt(
+    steps: Sequence[Step], first_lr: float, scale: float, still: list[float], cap: float
+) -> tuple[list[float], str, float, int, list[float], float]:
+    still = list(still)
+    used: list[float] = []
+    far, raised, ok = True, 0, scale
+    lowest, steepest = math.inf, 0.0
+    since: list[tuple[float, float]] = []  # loss, slope / path, since the last rise
+    for loss, slope in steps:
+        lr, path = first_lr * scale, sum(used)
+        used.append(lr)
+        if not math.isfinite(loss):
+            return used, "broken", scale, raised, still, ok
+        if far or len(still) < 2:
+            still.append(loss)
+        since.append((loss, slope / path if path > 0 else math.nan))
+        ending, rise = "", 0.0
+        if path > 0:
+            ys = np.array([y for _, y in since if math.isfinite(y)])
+            first = float(np.mean(still))
+            noise = max(float(np.std(still, ddof=1)) if len(still) > 1 else 0.0, 1e-3 * abs(first), 1e-30)
+            if far and len(still) >= 3 and abs(slope) < 0.1 * noise:
+                rise = 1.4
+            else:
+                far = far and len(still) < 3
+                z = math.nan
+                if len(ys) > 1:
+                    z = ys.mean() / (math.sqrt(np.square(np.diff(ys)).sum() / (2 * (len(ys) - 1) * len(ys))) + 1e-300)
+                clear = len(ys) == 2 and steepest > 0 and ys.max() < -steepest / 2
+                recent = float(np.mean([each for each, _ in since[-4:]]))
+                top = min(lowest, first) + max(0.35 * max(first - lowest, 0), 2.5 * noise)
+                if not clear and len(ys) >= 4 and recent > top:
+                    ending = "broken"
+                elif clear or (len(ys) >= 4 and z < -2):
+                    lowest = min(lowest, float(np.mean([each for each, _ in since])))
+                    rise = 1.4 if steepest > 0 and -ys.mean() > 0.8 * steepest else 0.7
+                    steepest = max(steepest, -float(ys.mean()))
+                elif len(ys) >= 16 or (len(ys) >= 4 and z > 2):
+                    ending = "turned"
+        if rise:
+            ok, scale, raised, since = scale, scale * math.exp(rise), raised + 1, []
+        if not ending and len(used) >= cap:
+            ending = "flat" if far else "limit"
+        if ending:
+            return used, ending, scale, raised, still, ok
+    return used, "", scale, raised, still, ok
