@@ -38,8 +38,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(num, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(num, length, width))
-        x += self.down(gelu(self.up(self.norm2(x))))
-        return x
+        out: Tensor = x + self.down(gelu(self.up(self.norm2(x))))
+        return out
 
 
 class GPT(nn.Module):

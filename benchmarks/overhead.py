@@ -168,8 +168,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norms[0](x)).view(num, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(num, length, width))
-        x += self.down(nn.functional.gelu(self.up(self.norms[1](x))))
-        return x
+        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+        return out
 
 
 class GPT(nn.Module):
