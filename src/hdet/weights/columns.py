@@ -25,7 +25,7 @@ def stride_of(share: float | None, optimizer: Optimizer) -> int:
     The size is that of the whole model: what a checkpoint holds must not depend on the number of shards.
     """
     if share is not None:
-        return round(1 / share)
+        return round(min(1 / share, 1e9))  # 1 / share may be infinite
     return LARGE_MODEL_STRIDE if num_parameters(optimizer, whole=True) > LARGE_MODEL else 1
 
 
