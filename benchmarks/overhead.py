@@ -2,12 +2,14 @@
 
 python benchmarks/overhead.py            # the tables of benchmarks/README.md
 python benchmarks/overhead.py --json     # the same for machines
-python benchmarks/overhead.py --cuda     # host synchronisations between converges, and the same ratios, on a GPU
+python benchmarks/overhead.py --cuda     # a GPT of 124M parameters with AutoLR and without, on a GPU, and the syncs
+python benchmarks/overhead.py --cuda --layers 24 --width 1024 --batch 8 --interval 50     # another model
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -16,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import AutoLR, Copies, Faults, OneCycleAutoLR
 from hdet.launch import launch
 from hdet.replicas import average as converge_module
 from hdet.replicas.average import mean_
@@ -147,10 +150,164 @@ def count_syncs(kind: str) -> int:
     return num_steps
 
 
+# -- a large model on one GPU ------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention and two linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 64)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        num, length, width = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(num, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(num, length, width))
+        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+        return out
+
+
+class GPT(nn.Module):
+    """The shapes of GPT-2: 124M parameters with 12 layers of width 768."""
+
+    def __init__(self, layers: int, width: int, length: int, vocabulary: int = 50257) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.blocks(self.tokens(tokens) + self.places.weight[: tokens.shape[1]]))
+        return nn.functional.linear(x, self.tokens.weight)
+
+
+class Training:
+    """A model in training on random tokens, by torch's schedule or by AutoLR over it."""
+
+    def __init__(self, args: argparse.Namespace, device: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.device, self.interval, length = device, args.interval, args.length
+        self.model = GPT(args.layers, args.width, length).to(device)
+        self.tokens = torch.randint(50257, (args.batch, length + 1), device=device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
+        schedule = OneCycleLR(self.optimizer, 1e-4, 10**6, cycle_momentum=False)
+        self.auto = AutoLR(schedule, model=self.model, interval=args.interval, **options) if options else None
+        self.schedule = schedule
+        self.steps = self.steps_without_sync = 0
+
+    def step(self, *, guarded: bool = False) -> None:
+        """``guarded``: torch raises at every host synchronisation in steps that end no round."""
+        self.steps += 1
+        between = guarded and self.steps % self.interval != 0
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("error" if between else "default")
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            logits = self.model(self.tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.auto is None:
+            self.schedule.step()
+        else:
+            self.auto.step(loss)
+        self.steps_without_sync += between
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+    def round_s(self) -> float:
+        """Seconds of a round, with its end."""
+        _wait(self.device)
+        started = time.perf_counter()
+        for _ in range(self.interval):
+            self.step()
+        _wait(self.device)
+        return time.perf_counter() - started
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure_large(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
+    """One variant after the other beside a plain run, round by round in turns."""
+    variants: dict[str, dict[str, Any]] = {
+        "everything on (default)": {"copies": Copies()},
+        "without rollback": {"faults": Faults(rollback=False)},
+        "anchor_share=1/256": {"copies": Copies(anchor_share=1 / 256)},
+        "all on the device": {"copies": Copies(anchor_share=1, snapshot_device=device)},
+    }
+    rows = []
+    for name, options in variants.items():
+        memory = []
+        runs = []
+        for chosen in ({}, options):
+            before = _allocated(device)
+            runs.append(Training(args, device, **chosen))
+            for _ in range(3 * args.interval):  # all copies there are have been made
+                runs[-1].step()
+            memory.append((_allocated(device) - before, _peak(device, runs[-1]) - before))
+        plain, ours = runs
+        for _ in range(2 * args.interval):
+            ours.step(guarded=True)
+        times = [(plain.round_s(), ours.round_s()) for _ in range(args.rounds)]
+        count = sum(p.numel() for p in ours.model.parameters())
+        rows.append(
+            {
+                "variant": name,
+                "parameters, M": round(count / 1e6, 1),
+                "plain step, ms": round(statistics.median(t for t, _ in times) / args.interval * 1e3, 2),
+                "step / plain": round(statistics.median(mine / theirs for theirs, mine in times), 4),
+                "bytes a parameter": round((memory[1][0] - memory[0][0]) / count, 2),
+                "at the peak": round((memory[1][1] - memory[0][1]) / count, 2),
+                "steps without sync": f"{ours.steps_without_sync} of {2 * (args.interval - 1)}",
+            }
+        )
+        del plain, ours, runs
+    return rows
+
+
+def _allocated(device: str) -> int:
+    if device != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(device: str, run: Training) -> int:
+    """The most that a round has allocated at any time."""
+    if device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    run.round_s()
+    return torch.cuda.max_memory_allocated()
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print("| " + " | ".join(rows[0]) + " |")
+    print("|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(str(value) for value in row.values()) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--cuda", action="store_true", help="on a GPU")
+    for name, default in {"layers": 12, "width": 768, "length": 1024, "batch": 8, "interval": 20, "rounds": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"of the large model, default {default}")
+    parser.add_argument("--large", action="store_true", help="the large model on the CPU, too: a rehearsal of --cuda")
+    parser.add_argument("--processes", action="store_true", help="with --cuda: converges of two and four processes too")
     args = parser.parse_args()
     device = "cuda" if args.cuda else "cpu"
     found: dict[str, Any] = {"torch": torch.__version__, "device": device}
@@ -159,7 +316,11 @@ def main() -> None:
         found["steps between converges without a host synchronisation"] = {
             kind: launch(count_syncs, 2, kind, timeout_s=120)[0] for kind in ("paper", "gradient", "loss")
         }
-    for n in (2, 4):
+    if args.cuda or args.large:
+        found["large model"] = measure_large(args, device)
+        if not args.json:
+            print_table(found.pop("large model"))
+    for n in (2, 4) if args.processes or not (args.cuda or args.large) else ():
         step = launch(measure_step, n, device, timeout_s=300)[0]
         converge = launch(measure_converge, n, device, timeout_s=500)[0]
         found[f"N={n}"] = {
@@ -170,7 +331,7 @@ def main() -> None:
             "mean / raw": round(converge["mean"] / converge["raw"], 2),
             "per-tensor / converge": round(converge["per_tensor"] / converge["converge"], 1),
         }
-    if not args.cuda:
+    if not args.cuda and not args.large:
         found["converge memory, MB, by model MB"] = {mb: launch(measure_memory, 2, mb)[0] for mb in (40, 400, 2000)}
     if args.json:
         print(json.dumps(found))

@@ -61,8 +61,8 @@ class Adapt(_Options):
         hold_share: share of ``total_steps`` at the end in which the scale holds still; default with the gradient signal
             the schedule's final decay where that is a late one, else a fifth, with the loss signal a twentieth.
         bounds: the scale stays inside.
-        sample_every: steps between samples of the gradient signal; default every step of a small model, every eighth of
-            one with more than ten million parameters, at most 64 a round.
+        sample_every: steps between samples of the gradient signal; default every step, at most 64 a round; with more
+            than ten million parameters every eighth step, or as often as four samples a round need.
         assignment: how replicas share out the values of several knobs: ``"balanced"``, as orthogonal as their number
             allows, or ``"permutation"``, the paper's independent permutations.
 
@@ -118,18 +118,24 @@ class Copies(_Options):
 
     Attributes:
         anchor_device, anchor_dtype: where, and how precisely, the anchor is kept; default like the weights.
+        anchor_share: of the entries of each tensor of 4096 or more that the anchor holds, in (0, 1]; the gradient
+            signal, which needs it for a dot product only, estimates it from them. Default 1, and 1/16 in models of more
+            than ten million parameters. With another signal it is 1. A checkpoint continues with the share it was saved
+            with; one with whole anchors with any.
         snapshot_device: where the copies of weights and optimizer state are kept that a rollback returns to; default
-            beside the weights.
+            beside the weights, and the host's memory for models of more than ten million parameters on an accelerator.
+            Name that, e.g. ``"cuda"``, to keep them there.
 
     Example:
         >>> import torch
         >>> from hdet import Copies
         >>> Copies(anchor_device="cpu", anchor_dtype=torch.bfloat16).facts()
-        {'anchor_dtype': 'torch.bfloat16'}
+        {'anchor_dtype': 'torch.bfloat16', 'anchor_share': 'None'}
     """
 
     anchor_device: Device = None
     anchor_dtype: torch.dtype | None = None
+    anchor_share: float | None = None
     snapshot_device: Device = None
 
     def __post_init__(self) -> None:
@@ -140,12 +146,14 @@ class Copies(_Options):
             raise ValueError(
                 f"anchor_dtype must be a floating-point torch.dtype of 16 bits or more, but got {shown(dtype)}"
             )
+        fine = self.anchor_share is None or 0 < number(self.anchor_share) <= 1
+        require(fine, "anchor_share", "None or in (0, 1]", self.anchor_share)
         for name in ("anchor_device", "snapshot_device"):
             device = getattr(self, name)
             require(device is None or _is_device(device), name, "a device of this machine", device)
 
     def facts(self) -> dict[str, str]:
-        return {"anchor_dtype": str(self.anchor_dtype)}
+        return {"anchor_dtype": str(self.anchor_dtype), "anchor_share": str(self.anchor_share)}
 
 
 @dataclass(frozen=True)

@@ -155,19 +155,33 @@ def test_a_converge_takes_no_longer_than_the_shortest_step(
 H200 = {"parameters": 124e6, "replicas": 1, "memory_bandwidth": 4800.0, "step_ms": 24.1}
 
 
+class _Whole(Setting):
+    """As a large model was measured: with a whole anchor, and all copies beside the weights."""
+
+    keeps_on_host = False
+    anchor_share = 1.0
+
+
+def _measured() -> Setting:
+    return _Whole(*PlanOptions(**H200).settings(1)["ring"])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("interval", "measured"), [(20, 0.024), (200, 0.003)])
 def test_the_gradient_signal_as_measured_on_a_gpu(interval: int, measured: float) -> None:
     """benchmarks/README.md, cost of a step: with rollback at T = 20, without at T = 200."""
-    rows = plan(PlanOptions(interval=interval, **H200))["by_interval"]  # type: ignore[arg-type]
-    (found,) = [row["ring"]["share"]["gradient"] for row in rows if row["interval"] == interval]
-    assert measured / 1.6 < found < measured * 1.6
+    found = cost.round_cost(_measured(), "gradient", interval)
+    share = cost.share(found.end_s + found.samples_s, interval, 24.1e-3)
+    assert measured / 1.6 < share < measured * 1.6
 
 
 def test_memory_as_measured_on_a_gpu() -> None:
     """benchmarks/README.md: 3.5 bytes a parameter, with rollback 27.6."""
-    needs = cost.memory_bytes(PlanOptions(**H200).settings(1)["ring"], "gradient")  # type: ignore[arg-type]
+    needs = cost.memory_bytes(_measured(), "gradient")
     assert needs["anchor"] / 124e6 == pytest.approx(3.5, rel=0.15)
     assert (needs["anchor"] + needs["rollback"]) / 124e6 == pytest.approx(27.6, rel=0.05)
+    light = cost.memory_bytes(PlanOptions(**H200).settings(1)["ring"], "gradient")  # type: ignore[arg-type]
+    assert light["rollback, on the host"] == needs["rollback"]
+    assert (light["anchor"] + light["anchor, while in use"]) / 124e6 == pytest.approx(1.0)
     many = cost.memory_bytes(PlanOptions().settings(8)["ring"], "paper")
     assert many["buckets"] == 48 * 2**20
 

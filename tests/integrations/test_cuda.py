@@ -17,8 +17,9 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import framework_task as task
-from hdet import Adapt, AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Copies, OneCycleAutoLR
 from hdet.launch import launch
+from hdet.weights.snapshot import Snapshot
 from native import MAX_LR, Run, alike, batch, everyone, gradient_signal, loss_signal, net, paper
 
 pytestmark = [
@@ -329,3 +330,113 @@ def test_hybrid_sharding_trains_as_on_the_cpu() -> None:
             for (lrs, got), (other_lrs, want) in zip(result[f"{name}, {DEVICE}"], result[f"{name}, cpu"], strict=True):
                 assert lrs == pytest.approx(other_lrs, rel=1e-8)
                 assert got == pytest.approx(want, rel=1e-8, abs=1e-9)
+
+
+# -- copies on the host ---------------------------------------------------------------------------------------------
+
+
+def _busy(matrix: Tensor) -> None:
+    """Work for the device, so that what follows comes late."""
+    for _ in range(50):
+        matrix @= matrix
+        matrix /= matrix.norm()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_snapshot_on_the_host_is_of_the_time_it_was_taken(beside: bool) -> None:
+    """Neither the steps before it, which the device has yet to take, nor those after it are mixed in."""
+    model = nn.Linear(1500, 1500).to(DEVICE)
+    optimizer = Adam(model.parameters(), lr=0.01)
+    parameters = list(model.parameters())
+    snapshot, slow = Snapshot("cpu"), torch.randn(3000, 3000, device=DEVICE)
+
+    def step() -> None:
+        snapshot.settle()
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+
+    def everything() -> list[Tensor]:
+        state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return [t.detach().clone() for t in (*parameters, *state)]
+
+    for time in range(4):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if time > 1 else "default")  # the first two allocate
+        _busy(slow)
+        step()
+        expected = everything()
+        snapshot.take(parameters, optimizer, beside=beside)
+        for _ in range(3):
+            step()
+        torch.cuda.set_sync_debug_mode("default")
+    assert snapshot._last is not None
+    kept = [*snapshot._last.tensors.values(), *(v for s in snapshot._last.state.values() for v in s.values())]
+    assert all(t.is_pinned() for t in kept if t.dim())
+    snapshot._proven = None  # go back to the last one
+    torch.cuda.set_sync_debug_mode("error")
+    snapshot.restore(parameters, optimizer)
+    found = everything()
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    optimizer.state.clear()
+    snapshot.restore(parameters, optimizer)
+    assert {v.device.type for s in optimizer.state.values() for n, v in s.items() if n != "step"} == {DEVICE}
+    assert all(torch.equal(a, b) for a, b in zip(everything(), expected, strict=True))
+
+
+@pytest.mark.parametrize("captures", ["nothing", "backward"])
+def test_a_rollback_from_the_host_is_one_from_the_device(captures: str) -> None:
+    rows = []
+    for device in (None, "cpu"):
+
+        def face(optimizer: Optimizer, model: nn.Module, device: str | None = device) -> AutoLR:
+            return AutoLR(
+                _one_cycle(optimizer),
+                interval=INTERVAL,
+                adapt=Adapt(start_steps=0, first_scale=0.5),
+                copies=Copies(snapshot_device=device),
+            )
+
+        run = _Captured(face, captures)
+        run.advance(NUM_STEPS)
+        with torch.no_grad():
+            next(run.model.parameters()).fill_(torch.nan)
+        rows.append(run.advance(NUM_STEPS))
+        assert run.scheduler.history[-1].num_rollbacks > 0
+    assert repr(rows[0]) == repr(rows[1])
+
+
+def test_a_large_model_needs_no_more_than_4_bytes_a_parameter_and_no_waiting() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).to(DEVICE)
+    count = sum(p.numel() for p in model.parameters())
+    x = torch.randn(16, 2048, device=DEVICE)
+    peaks, auto = [], None
+    for steered in (False, True):
+        optimizer = Adam(model.parameters(), lr=1e-4)
+        schedule = _one_cycle(optimizer)
+        auto = AutoLR(schedule, interval=8, adapt=Adapt(start_steps=0)) if steered else None
+        for step in range(1, 33):
+            between = steered and step > 8 and step % 8 != 0
+            torch.cuda.set_sync_debug_mode("error" if between else "default")
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            if auto is not None:
+                auto.step(loss)
+            else:
+                schedule.step()
+            if step == 16:
+                torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_sync_debug_mode("default")
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert auto is not None
+    anchor, fallback = auto._rounds.averager.anchor, auto._rounds.averager.fallback
+    assert anchor is not None
+    assert anchor.stride == 16
+    assert fallback is not None
+    assert fallback.snapshot.device == torch.device("cpu")
+    assert (peaks[1] - peaks[0]) / count < 4

@@ -8,11 +8,11 @@ import math
 from typing import Any
 
 import numpy as np
-import oracle_climb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracle_climb
 from hdet.policy.climb import FIRST_SCALE, MAX_STARTS, Climb
 
 

@@ -35,7 +35,15 @@ OPTIONS = {
         *("--replicas", "--step-ms", "--tensors", "--timeout-s"),
     ],
     "plan": [
-        *("--across-bandwidth", "--across-latency-us", "--bandwidth", "--dtype-bytes", "--help", "--host-ms"),
+        *(
+            "--across-bandwidth",
+            "--across-latency-us",
+            "--bandwidth",
+            "--dtype-bytes",
+            "--help",
+            "--host-bandwidth",
+            "--host-ms",
+        ),
         *("--interval", "--json", "--latency-us", "--memory-bandwidth", "--node-size", "--parameters", "--replicas"),
         "--step-ms",
     ],

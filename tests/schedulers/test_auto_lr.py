@@ -460,7 +460,9 @@ def _everything(optimizer: Optimizer) -> list[Any]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_broken_round_is_undone(kind: str, how: str, snapshot_device: str | None) -> None:
     optimizer = two_groups(kind, 0.01)
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=NO_CLIMB, interval=4, copies=Copies(snapshot_device=snapshot_device))
+    auto = AutoLR(
+        CosineAnnealingLR(optimizer, 200), adapt=NO_CLIMB, interval=4, copies=Copies(snapshot_device=snapshot_device)
+    )
     for _ in range(20):
         train_step(optimizer, auto, noise=0.1)
     healthy = _everything(optimizer)  # what the healthy round from 20 to 24 starts from

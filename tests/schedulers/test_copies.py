@@ -30,7 +30,11 @@ def _make(kind: str, **adapt: Any) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if kind == "AutoLR":
-            return model, optimizer, AutoLR(CosineAnnealingLR(optimizer, 200), interval=2, model=model, adapt=Adapt(**adapt))
+            return (
+                model,
+                optimizer,
+                AutoLR(CosineAnnealingLR(optimizer, 200), interval=2, model=model, adapt=Adapt(**adapt)),
+            )
         if kind == "OneCycleAutoLR":
             return model, optimizer, OneCycleAutoLR(
                 optimizer, 0.01, 200, model_sync_interval=2, signal="gradient", model=model, adapt=Adapt(**adapt)

@@ -276,6 +276,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, copies=Copies(**a))(),
         {
             "anchor_device": [None, "cpu"], "anchor_dtype": [None, torch.bfloat16], "snapshot_device": [None, "cpu"],
+            "anchor_share": [None, 1, 1.0, 0.5, 1 / 256],
         },
         "",
     ),

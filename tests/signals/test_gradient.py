@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hdet import Adapt, AutoLR
 from hdet.launch import launch
 from hdet.replicas.group import Replicas
-from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, mean_and_error
+from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, default_sample_every, mean_and_error
 from hdet.weights.anchor import Anchor
 
 BATCH = 8
@@ -415,3 +415,65 @@ def test_a_closure_is_sampled_after_it_has_run(by_name: bool) -> None:
             scheduler.step(loss)
             found.append(optimizer.param_groups[0]["lr"])
     assert lrs[True] == lrs[False]
+
+
+# -- an anchor of a share of the entries ------------------------------------------------------------------------------
+
+
+def _kept(index: int, width: int, stride: int) -> list[int]:
+    return list(range(index % stride, width // stride * stride, stride))
+
+
+@pytest.mark.parametrize("kind", ["dense", "strided", "sparse", "sparse entries", "complex", "bfloat16"])
+def test_a_share_of_the_entries_estimates_the_slope(kind: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    dtype = {"complex": torch.complex128, "bfloat16": torch.bfloat16}.get(kind, torch.float64)
+    start = torch.randn(120, 64, generator=g, dtype=torch.float64).to(dtype)
+    p = nn.Parameter(start.t().contiguous().t() if kind == "strided" else start.clone())
+    bias = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    anchor = Anchor(stride=8)
+    anchor.renew([p, bias])
+    assert [c.shape for c in anchor.copies] == [(120, 8), (5,)]
+    signal = GradientSignal(anchor, [0], sample_every=1, num_ranks=1)
+    shift([p, bias])
+    gradient = torch.randn(120, 64, generator=g, dtype=torch.float64).to(dtype)
+    if kind.startswith("sparse"):
+        gradient[torch.randperm(120, generator=g)[:80]] = 0
+    p.grad = gradient.to_sparse(1 if kind == "sparse" else 2) if kind.startswith("sparse") else gradient
+    bias.grad = torch.arange(5.0, dtype=torch.float64)
+    signal.before_step(torch.optim.SGD([p, bias], lr=0.1))
+    products = ((p.detach() - start).conj() * gradient).real.double()
+    expected = sum(products[i, _kept(i, 64, 8)].sum().item() for i in range(120)) * 8
+    expected += (bias.detach() * bias.grad).sum().item()
+    assert drain(signal)[0][0] == pytest.approx(expected, rel=1e-2 if kind == "bfloat16" else 1e-10)
+
+
+def test_estimates_have_no_bias() -> None:
+    """Over all ways in which rows can come, the mean of the estimates is what is estimated."""
+    g = torch.Generator().manual_seed(0)
+    gradient, moved = (torch.randn(64, 64, generator=g, dtype=torch.float64) for _ in range(2))
+    found = []
+    for shift_by in range(8):
+        p = nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))
+        anchor = Anchor(stride=8)
+        anchor.renew([p])
+        signal = GradientSignal(anchor, [0], sample_every=1, num_ranks=1)
+        p.grad = gradient.roll(shift_by, 0)
+        with torch.no_grad():
+            p.copy_(moved.roll(shift_by, 0))
+        signal.before_step(torch.optim.SGD([p], lr=0.1))
+        found.append(drain(signal)[0][0])
+    assert len(set(found)) == 8
+    assert np.mean(found) == pytest.approx((gradient * moved).sum().item(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("interval", "small", "large"),
+    [(1, 1, 1), (3, 1, 1), (4, 1, 1), (8, 1, 2), (20, 1, 5), (32, 1, 8), (100, 2, 8), (1000, 16, 16)],
+)
+def test_samples_of_a_round_by_default(interval: int, small: int, large: int) -> None:
+    for size, expected in ((10_000_000, small), (10_000_001, large)):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.empty(size, device="meta"))])
+        every = default_sample_every(optimizer, interval)
+        assert every == expected
+        assert min(4, interval) <= interval // every <= MAX_SAMPLES

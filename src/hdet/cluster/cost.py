@@ -14,8 +14,10 @@ import numpy as np
 
 from hdet.replicas.agreement import Note
 from hdet.replicas.average import BUCKET_BYTES
-from hdet.signals.gradient import LARGE_MODEL, MAX_SAMPLES
+from hdet.signals.gradient import MAX_SAMPLES, sample_every
 from hdet.weights.anchor import CHUNK_ELEMENTS
+from hdet.weights.columns import LARGE_MODEL_STRIDE
+from hdet.weights.size import LARGE_MODEL
 
 Method = Literal["paper", "loss", "gradient"]
 
@@ -25,7 +27,7 @@ SUM_BYTES = 4
 # Passes over the weights, each a read or a write of all of them.
 CONVERGE_PASSES = 9  # finite? 1; pack 2; displacement 3; its norm 1; the mean 2
 PLACE_PASSES = 5  # Eq. 11: the point between anchor and mean 3, written back 2
-KEEP_PASSES = 6  # a copy to roll back to, of the weights and Adam's two moments
+KEEP_PASSES = 6  # a copy to roll back to, of the weights and Adam's two moments, beside them
 SAMPLE_PASSES = 5  # theta - A 3, its product with the gradient 2
 STEP_PASSES = 10  # forward 1, backward 2, Adam 7: what no step can do without
 
@@ -51,6 +53,8 @@ class Setting(NamedTuple):
         all_reduce: over the replicas.
         memory_bytes_per_s: how fast a rank reads or writes its own memory.
         host_s: of Python at the end of a round, while the device waits.
+        host_bytes_per_s: how fast a rank copies to the host's memory, where a large model keeps what it can go back to;
+            None where all is kept beside the weights.
     """
 
     num_parameters: float
@@ -59,6 +63,16 @@ class Setting(NamedTuple):
     all_reduce: Line
     memory_bytes_per_s: float
     host_s: float = 0.0
+    host_bytes_per_s: float | None = None
+
+    @property
+    def keeps_on_host(self) -> bool:
+        return self.host_bytes_per_s is not None and self.num_parameters > LARGE_MODEL
+
+    @property
+    def anchor_share(self) -> float:
+        """Of the entries that the gradient signal's anchor holds."""
+        return 1 / LARGE_MODEL_STRIDE if self.num_parameters > LARGE_MODEL else 1.0
 
     def passes_s(self, num_passes: float) -> float:
         return num_passes * self.num_parameters * self.dtype_bytes / self.memory_bytes_per_s
@@ -138,8 +152,7 @@ def fit(num_bytes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 def num_samples(num_parameters: float, interval: int) -> int:
     """Samples that the gradient signal takes in a round, unless told otherwise."""
-    every = max(math.ceil(interval / MAX_SAMPLES), 8 if num_parameters > LARGE_MODEL else 1)
-    return math.ceil(interval / every)
+    return math.ceil(interval / sample_every(num_parameters, interval))
 
 
 def round_cost(setting: Setting, method: Method, interval: int) -> RoundCost:
@@ -148,14 +161,25 @@ def round_cost(setting: Setting, method: Method, interval: int) -> RoundCost:
     several = setting.num_replicas > 1
     if method == "gradient":
         table_s = setting.all_reduce.seconds(8 * MAX_SAMPLES) if several else 0.0
-        samples_s = num_samples(setting.num_parameters, interval) * setting.passes_s(SAMPLE_PASSES)
-        memory_s = setting.passes_s(1 + KEEP_PASSES)
+        passes_s = setting.passes_s(SAMPLE_PASSES) * setting.anchor_share
+        samples_s = num_samples(setting.num_parameters, interval) * passes_s
+        memory_s = setting.passes_s(1) + _keep_s(setting)
         return RoundCost(0.0, 0.0, notes_s + table_s, memory_s, setting.host_s, samples_s)
-    passes = CONVERGE_PASSES + (PLACE_PASSES + KEEP_PASSES if method == "loss" else 0)
+    memory_s = setting.passes_s(CONVERGE_PASSES)
+    if method == "loss":
+        memory_s += setting.passes_s(PLACE_PASSES) + _keep_s(setting)
     latency_s = setting.all_reduce.latency_s * _num_buckets(weight_bytes(setting)) if several else 0.0
     wire_s = weight_bytes(setting) / setting.all_reduce.bytes_per_s
     notes_s += setting.gather_s(1)
-    return RoundCost(wire_s, latency_s, notes_s, setting.passes_s(passes), setting.host_s, 0.0)
+    return RoundCost(wire_s, latency_s, notes_s, memory_s, setting.host_s, 0.0)
+
+
+def _keep_s(setting: Setting) -> float:
+    """Of a copy to roll back to. On its way to the host, the optimizer's state travels beside the next step."""
+    if not setting.keeps_on_host:
+        return setting.passes_s(KEEP_PASSES)
+    assert setting.host_bytes_per_s is not None
+    return setting.num_parameters * setting.dtype_bytes / setting.host_bytes_per_s
 
 
 def weight_bytes(setting: Setting) -> float:
@@ -179,12 +203,15 @@ def shortest_step_s(setting: Setting) -> float:
 
 
 def memory_bytes(setting: Setting, method: Method) -> dict[str, float]:
-    """What a rank needs beside plain training with Adam."""
+    """What a rank needs beside plain training with Adam: on its device, unless it says "on the host"."""
     weights = setting.num_parameters * setting.dtype_bytes
     found = {"buckets": min(2.0 * BUCKET_BYTES, weight_bytes(setting))} if method != "gradient" else {}
     if method != "paper":
-        chunk = min(CHUNK_ELEMENTS, setting.num_parameters) * setting.dtype_bytes
-        found |= {"anchor": weights, "anchor, while in use": chunk, "rollback": 2 * 3 * weights}
+        held = setting.num_parameters * (setting.anchor_share if method == "gradient" else 1)
+        # Of a share of the entries: what is read of the weights, and of the gradient; else theta - A.
+        chunk = min(CHUNK_ELEMENTS, held) * setting.dtype_bytes * (1 if held == setting.num_parameters else 3)
+        place = "rollback, on the host" if setting.keeps_on_host else "rollback"
+        found |= {"anchor": held * setting.dtype_bytes, "anchor, while in use": chunk, place: 2 * 3 * weights}
     if method != "gradient":
         found["inside converged()"] = weights
     return found

@@ -63,6 +63,8 @@ class PlanOptions(Options):
     """Microseconds of a message to another node."""
     memory_bandwidth: float = 3350.0
     """GB/s that a rank reads or writes of its own memory."""
+    host_bandwidth: float = 50.0
+    """GB/s that a rank copies from its device to the host's memory."""
     host_ms: float = 6.0
     """Milliseconds of Python at the end of a round; measured on an H200."""
     json: bool = False
@@ -75,7 +77,7 @@ class PlanOptions(Options):
         self.require("dtype_bytes", "1, 2, 4 or 8", self.dtype_bytes in (1, 2, 4, 8))
         self.require("parameters", "a finite number >= 1", 1 <= self.parameters < math.inf)
         self.require("step_ms", "a finite number > 0", self.step_ms is None or 0 < self.step_ms < math.inf)
-        for name in ("bandwidth", "across_bandwidth", "memory_bandwidth"):
+        for name in ("bandwidth", "across_bandwidth", "memory_bandwidth", "host_bandwidth"):
             self.require(name, "a finite number > 0", 0 < getattr(self, name) < math.inf)
         for name in ("latency_us", "across_latency_us", "host_ms"):
             self.require(name, "a finite number >= 0", 0 <= getattr(self, name) < math.inf)
@@ -90,7 +92,9 @@ class PlanOptions(Options):
         }
         memory, host_s = self.memory_bandwidth * 1e9, self.host_ms * 1e-3
         return {
-            name.removeprefix("flat_"): Setting(self.parameters, self.dtype_bytes, num_replicas, line, memory, host_s)
+            name.removeprefix("flat_"): Setting(
+                self.parameters, self.dtype_bytes, num_replicas, line, memory, host_s, self.host_bandwidth * 1e9
+            )
             for name, line in lines.items()
         }
 

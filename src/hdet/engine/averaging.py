@@ -19,7 +19,6 @@ from hdet.engine.rollback import Fallback, Start
 from hdet.policy.round import Verdict
 from hdet.replicas.average import Flight, is_healthy
 from hdet.replicas.parameters import shape_digest
-from hdet.replicas.sharding import as_saved, local_tensor
 from hdet.weights.anchor import Anchor
 from hdet.weights.averaged import Weights
 from hdet.weights.outer import OuterStep, StatePolicy, reset_state, state_tensors
@@ -86,6 +85,12 @@ class Averager:
         return [self.outer.centre, *([self.anchor] if self.anchor is not None else [])]
 
     # -- before a step ------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """The optimizer is about to change the weights and its state."""
+        self.begin()
+        if self.fallback is not None:
+            self.fallback.before_step()
 
     def begin(self) -> None:
         """Remember where training starts, unless it is known."""
@@ -253,10 +258,10 @@ class Averager:
     def state_dict(self, *, climbing: bool) -> dict[str, Any]:
         """The same names at any time, but in mid-climb: what a run that has not begun would start from."""
         parameters = self.weights.anchored()
-        anchor = [] if self.anchor is None else self.anchor.copies or [local_tensor(p) for p in parameters]
         return {
             "left_at_mean": self.place.left_at_mean,
-            "anchor": [as_saved(copy, p) for copy, p in zip(anchor, parameters, strict=bool(anchor))],
+            "anchor": [] if self.anchor is None else self.anchor.saved(parameters),
+            "anchor_stride": 1 if self.anchor is None else self.anchor.stride,
             "outer": self.outer.state_dict(parameters),
             "start": self.fallback.state_dict(self.weights) if climbing and self.fallback is not None else {},
         }

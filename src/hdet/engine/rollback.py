@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -46,16 +47,24 @@ class Fallback:
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         self._loaded: dict[int, Tensor] | None = None
+        self._told_of_steps = False
 
     def before_first_step(self, weights: Weights, optimizer: Optimizer) -> None:
         """Keep what training starts from; after a resume, the centre that was loaded."""
         if not self.snapshot.taken:
             self.snapshot.take(self._loaded or weights.kept(), optimizer)
             self._loaded = None
+        self.snapshot.settle()
+
+    def before_step(self) -> None:
+        """Copies that are on their way are waited for. One that is replayed from a CUDA graph is not told of."""
+        self._told_of_steps = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        self.snapshot.settle()
 
     def keep(self, weights: Weights, optimizer: Optimizer) -> None:
-        """A healthy round has ended here."""
-        self.snapshot.take(weights.kept(), optimizer)
+        """Go back to the present from now on; its copy may be made beside steps that this is told of."""
+        self.snapshot.take(weights.kept(), optimizer, beside=self._told_of_steps)
+        self._told_of_steps = False
 
     def restore(self, weights: Weights, optimizer: Optimizer) -> None:
         """Go back."""

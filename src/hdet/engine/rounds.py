@@ -119,7 +119,7 @@ class RoundLoop:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self._check_capture()
         with self.lock:
-            self.averager.begin()
+            self.averager.before_step()
             for signal in self.signals:
                 signal.dense = self.policy.climbing
                 signal.before_step(self.optimizer)
@@ -351,7 +351,7 @@ class RoundLoop:
         # All is checked here, before anything has changed; nothing below may fail.
         self.weights.reshard()
         parameters = self.weights.anchored()
-        saved = read_round(state, parameters, self.signals, self._tally)
+        saved = read_round(state, parameters, self.averager.anchor, self.signals, self._tally)
         self.averager.outer.check_state(state["outer"], parameters)
         starts = self.knobs.check_starts(state["knobs"])
         curve = Curve.check_state(state["curve"])

@@ -10,6 +10,7 @@ from torch import Tensor
 from hdet.checks import FloatArray, flag_of, mapping_of, numbers_of, whole_of
 from hdet.engine.tally import Tally
 from hdet.signals.base import Signal
+from hdet.weights.anchor import Anchor
 from hdet.weights.saved import tensors_of
 
 
@@ -19,7 +20,7 @@ class SavedRound(NamedTuple):
     Attributes:
         num_ranks: replicas it was saved with.
         losses: everyone's, as a :class:`Tally` keeps them.
-        anchor: this rank's part of the anchor, or nothing.
+        anchor: this rank's part of what this run's anchor holds, or nothing.
         signals: the state of each signal by its name.
         joined: of each param group that joined in mid-run, its share of the first one's learning rate.
     """
@@ -31,7 +32,9 @@ class SavedRound(NamedTuple):
     joined: list[float]
 
 
-def read_round(state: Any, parameters: Sequence[Tensor], signals: Sequence[Signal], tally: Tally) -> SavedRound:
+def read_round(
+    state: Any, parameters: Sequence[Tensor], anchor: Anchor | None, signals: Sequence[Signal], tally: Tally
+) -> SavedRound:
     """The round of a saved state; ValueError or KeyError where it cannot be used."""
     state = mapping_of(state, "rounds")
     num_ranks = whole_of(state["num_ranks"], "num_ranks", 1)
@@ -40,10 +43,26 @@ def read_round(state: Any, parameters: Sequence[Tensor], signals: Sequence[Signa
     return SavedRound(
         num_ranks,
         tally.check_state(state["losses"], num_ranks),
-        tensors_of(state["anchor"], parameters, "anchor", "the shapes of the optimizer's parameters"),
+        _anchor_of(state, parameters, anchor),
         _signals_of(state["signals"], signals),
         joined_of(state),
     )
+
+
+def _anchor_of(state: Mapping[str, Any], parameters: Sequence[Tensor], anchor: Anchor | None) -> list[Tensor]:
+    """A whole anchor serves every run, one of a share of the entries only runs with the same share."""
+    stride = whole_of(state.get("anchor_stride", 1), "anchor_stride", 1)  # older states have whole ones
+    columns = Anchor(stride=stride).columns_of(parameters)
+    found = tensors_of(state["anchor"], parameters, "anchor", "the shapes of the optimizer's parameters", columns)
+    if anchor is None or not found or stride == anchor.stride:
+        return found
+    if stride > 1:
+        mine = "all of them" if anchor.stride == 1 else f"1 in {anchor.stride}"
+        raise ValueError(
+            f"the anchor was saved with 1 in {stride} of its entries, and this run needs {mine}: construct the "
+            f"scheduler with copies=Copies(anchor_share=1 / {stride}), or start from the weights without its state"
+        )
+    return anchor.kept(found, anchor.columns_of(parameters))
 
 
 def _signals_of(saved: Any, signals: Sequence[Signal]) -> dict[str, Mapping[str, Any]]:

@@ -53,20 +53,30 @@ def mesh_groups(parameter: Tensor) -> list[tuple[Placement, str, dist.ProcessGro
     ]
 
 
-def as_saved(part: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of ``part``, this rank's of something with a parameter's shape, in the form to be saved: sharded alike."""
+def as_saved(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -> Tensor:
+    """A copy of ``part``, this rank's of something like a parameter, in the form to be saved: sharded alike.
+
+    ``shape``: of the whole, where it is not the parameter's.
+    """
     found = sharding(parameter)
-    if found is None:
-        return part.clone()
+    if found is not None and shape is not None:
+        found = found._replace(shape=shape, stride=torch.empty(shape, device="meta").stride())
+    return part.clone() if found is None else on_mesh(part.clone(), found)
+
+
+def on_mesh(part: Tensor, found: Sharding) -> DTensor:
+    """Something sharded in this way, of which this rank has ``part``."""
     mesh, placements, shape, stride = found
-    return DTensor.from_local(part.clone(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def own_part(saved: Tensor, parameter: Tensor) -> Tensor:
+def own_part(saved: Tensor, parameter: Tensor, shape: torch.Size | None = None) -> Tensor:
     """The inverse of :func:`as_saved`; a whole tensor is cut as the parameter is. No collective."""
     found = sharding(parameter)
+    if found is not None and shape is None:
+        shape = found.shape
     if isinstance(saved, DTensor):
-        if found is None or list(saved.placements) != list(found.placements) or saved.shape != found.shape:
+        if found is None or list(saved.placements) != list(found.placements) or saved.shape != shape:
             raise ValueError(
                 f"a state saved with placements {saved.placements} cannot be loaded where they are "
                 f"{None if found is None else tuple(found.placements)}; save whole tensors, or use "
@@ -79,7 +89,7 @@ def own_part(saved: Tensor, parameter: Tensor) -> Tensor:
                 f"one at {here}; use torch.distributed.checkpoint, or a file for each rank, or save whole tensors"
             )
         return saved.to_local()
-    if found is not None and saved.shape == found.shape and saved.shape != local_tensor(parameter).shape:
+    if found is not None and saved.shape == shape and num_shards(parameter) > 1:
         saved = distribute_tensor(saved, found.mesh, found.placements, src_data_rank=None).to_local()
     return saved
 

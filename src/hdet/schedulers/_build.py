@@ -38,6 +38,8 @@ from hdet.signals.loss import LossSignal
 from hdet.signals.probe import ProbeSignal
 from hdet.weights.anchor import Anchor
 from hdet.weights.averaged import Weights
+from hdet.weights.columns import stride_of
+from hdet.weights.host import host_if_large
 from hdet.weights.snapshot import Snapshot
 
 MIN_ROUNDS = 50
@@ -213,6 +215,13 @@ def make_loop(
     wanted = spread > 0 or gradients == "local" or any(panel.spreads)
     apart = wanted and replicas.count > 1
     _check_whole_gradients(common)
+    share = common.copies.anchor_share
+    if share is not None and share < 1 and (signal != "gradient" or spread > 0):
+        raise ValueError(
+            'anchor_share below 1 needs signal="gradient" without a spread, which estimates a sum from a share of the '
+            "entries; to place replicas on the line through the anchor takes all of them. Leave it out; got "
+            f"anchor_share={share}"
+        )
     if apart:
         refuse_copies(optimizer, model)
     if apart and gradients == "local":
@@ -220,7 +229,13 @@ def make_loop(
     spread = spread if apart else 0.0
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
     anchored = signal == "gradient" or (anchor != "round" and spread > 0)
-    kept = Anchor(device=common.copies.anchor_device, dtype=common.copies.anchor_dtype) if anchored else None
+    kept = None
+    if anchored:
+        kept = Anchor(
+            device=common.copies.anchor_device,
+            dtype=common.copies.anchor_dtype,
+            stride=stride_of(share, optimizer) if spread == 0 else 1,
+        )
     signals: list[Signal] = []
     if signal == "gradient":
         assert kept is not None
@@ -256,6 +271,7 @@ def make_loop(
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         repairable=replicas.whole,
     )
+    kept_on = common.copies.snapshot_device or host_if_large(optimizer)
     averager = Averager(
         optimizer,
         Weights(optimizer, model, replicas),
@@ -265,7 +281,7 @@ def make_loop(
         on_line=kept is not None and spread > 0,
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
-        fallback=Fallback(Snapshot(common.copies.snapshot_device)) if undoes or climb is not None else None,
+        fallback=Fallback(Snapshot(kept_on)) if undoes or climb is not None else None,
         overlap=averaging.overlap,
         node_size=averaging.node_size,
         node_rounds=averaging.node_rounds,

@@ -17,25 +17,32 @@ from torch.optim import Optimizer
 
 from hdet.checks import FloatArray, numbers_of, shown, whole_of
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import local_tensor, num_shards, sharding
+from hdet.replicas.sharding import local_tensor, num_shards
 from hdet.signals.base import Reading, Signal
 from hdet.weights.anchor import Anchor
-
-LARGE_MODEL = 10_000_000
+from hdet.weights.columns import Columns
+from hdet.weights.size import LARGE_MODEL, num_parameters
 
 MAX_SAMPLES = 64
 """Samples of one round. A longer round samples every so many steps."""
 
+MIN_SAMPLES, MAX_EVERY = 4, 8
+"""Of a large model: samples of a round, so that it can tell its own error; and steps between them."""
+
 
 def default_sample_every(optimizer: Optimizer, interval: int) -> int:
-    """Steps between samples: all that fit into a round's table; for large models every eighth at most.
+    """Steps between samples: all that fit into a round's table; of a large model about four a round.
 
-    A sample reads weights, anchor and gradient once, about a third of what the optimizer's step moves. Every eighth
-    step keeps that below a hundredth of a training step on a GPU; small models are cheap, and their rounds are short.
+    A sample starts a few kernels for each tensor, and reads weights and gradient; where the anchor holds a share of the
+    entries it reads less, but starts as many. In every step that would show in the step time of a GPU.
     """
-    # Of an even share, not of this rank's own: ranks must not differ.
-    num_parameters = sum(_num_elements(p) for group in optimizer.param_groups for p in group["params"])
-    return max(math.ceil(interval / MAX_SAMPLES), 8 if num_parameters > LARGE_MODEL else 1)
+    return sample_every(num_parameters(optimizer), interval)
+
+
+def sample_every(num_parameters: float, interval: int) -> int:
+    """:func:`default_sample_every` by the number of parameters."""
+    sparse = min(MAX_EVERY, max(1, interval // MIN_SAMPLES)) if num_parameters > LARGE_MODEL else 1
+    return max(math.ceil(interval / MAX_SAMPLES), sparse)
 
 
 class GradientSignal(Signal):
@@ -86,9 +93,10 @@ class GradientSignal(Signal):
                 signs.append(num_shards(p) / self.num_ranks * (-1 if group.get("maximize", False) else 1))
         sums: dict[int, list[Tensor]] = {k: [] for k in range(self.num_knobs)}
         for index, displacement in self.anchor.displacements(parameters):
-            gradient = parameters[index].grad
+            gradient, columns = parameters[index].grad, self.anchor.columns[index]
             if gradient is not None:
-                sums[knobs[index]].append(_dot(displacement, local_tensor(gradient)) * signs[index])
+                factor = signs[index] if columns is None else signs[index] * columns.weight
+                sums[knobs[index]].append(_dot(displacement, local_tensor(gradient), columns) * factor)
         device = next((s.device for found in sums.values() for s in found), torch.device("cpu"))
         row = torch.stack(
             [
@@ -158,22 +166,24 @@ def drop_nonfinite(optimizer: Optimizer) -> None:
             g.masked_fill_(broken, 0)
 
 
-def _dot(displacement: Tensor, gradient: Tensor) -> Tensor:
+def _dot(displacement: Tensor, gradient: Tensor, columns: Columns | None) -> Tensor:
+    """Of a displacement that may be known in some ``columns`` only."""
+    if gradient.is_sparse and columns is not None and (gradient.sparse_dim() > 1 or gradient.dim() == 1):
+        gradient = gradient.to_dense()  # its values are not rows
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         rows = gradient.indices()
         displacement, gradient = displacement[tuple(rows)], gradient.values()
+        if columns is not None:
+            gradient = columns.of_rows(gradient, rows[0])
+    elif columns is not None:
+        gradient = columns.of(gradient)
     if displacement.is_complex():
         displacement, gradient = torch.view_as_real(displacement), torch.view_as_real(gradient)
     if displacement.is_contiguous() and gradient.is_contiguous() and displacement.dtype == torch.float32:
         return torch.dot(displacement.view(-1), gradient.view(-1).float())
     wide = torch.promote_types(displacement.dtype, torch.float32)
     return (displacement.to(wide) * gradient.to(wide)).sum()
-
-
-def _num_elements(parameter: Tensor) -> float:
-    found = sharding(parameter)
-    return parameter.numel() if found is None else found.shape.numel() / num_shards(parameter)
 
 
 def _unscaled(row: Tensor, optimizer: Optimizer) -> Tensor:
