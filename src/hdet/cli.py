@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec(package) is None:
             print(f"hdet {name} needs {package}; install it with: pip install 'hdet[{extra}]'", file=sys.stderr)
             return USAGE_ERROR
-    from hdet.command_line import UsageError, printable
+    from hdet.checks import printable
+    from hdet.command_line import UsageError
 
     try:
         status: int = importlib.import_module(module).main(rest)

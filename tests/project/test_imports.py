@@ -23,6 +23,7 @@ ROOMS = (
     {"command_line"},
     {"integrations", "__init__"},
     {"schedulers"},
+    {"reports"},
     {"engine"},
     {"warm_start", "sinks", "testing"},
     {"knobs"},
