@@ -92,7 +92,7 @@ def test_a_report_is_one_file_with_every_seed(report: Path) -> None:
     assert re.findall(r'href="([^"#]*)"', html) == ["data:,"]
     for seed, loss in enumerate(("2.1234", "2.2468", "2.3702")):
         assert f"<td>fixed schedule, lr 0.001</td><td>{seed}</td><td>{loss}</td><td>0.002</td>" in html
-    figures = ("-", "60", "60", "40", "2", "0", "diverged", "12")  # loss, peak, given, steps, replicas, rollbacks
+    figures = ("-", "60", "30", "40", "2", "0", "diverged", "12")  # loss, peak, given, steps, replicas, rollbacks
     assert f"<td>fixed schedule, lr 30</td><td>0</td>{''.join(f'<td>{f}</td>' for f in figures)}" in html
     assert "<td>3</td><td>2.2468</td><td>0.1234</td><td>2.1234</td><td>2.3702</td>" in html
     assert "&lt;b&gt;fast &amp; loose&lt;/b&gt;" in html
@@ -136,7 +136,8 @@ def test_a_report_says_what_was_found_against_what(runs: Path, tmp_path: Path) -
     [headline] = re.findall("<h1>(.*?)</h1>", html)
     assert headline == (
         "AutoLR with the loss signal found a peak learning rate of 0.002, 2.0 times the 0.001 it was given. Its "
-        "validation loss is the same as with the same schedule left as it is: 2.123 against 2.123. One round was undone."
+        "validation loss is the same as with the same schedule left as it is: 2.123 against 2.123. One round was "
+        "undone."
     )
     assert f"{date.today():%B %Y}" in html
     assert f"hdet {hdet.__version__}" in html

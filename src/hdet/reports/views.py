@@ -54,9 +54,14 @@ def as_html(scheduler: Any) -> str:
 def _shown(scheduler: Any, method: str) -> Run:
     run = _run(scheduler)
     if not run.rounds:
+        loop = scheduler._rounds
+        why = (
+            f"a round has {loop.policy.interval} steps"
+            if loop.active
+            else "one replica alone compares and records none"
+        )
         raise RuntimeError(
-            f"{method}() needs a round that has ended, but {run.name} has none at step {scheduler.last_epoch}; a round "
-            f"has {scheduler._rounds.policy.interval} steps"
+            f"{method}() needs a round that has ended, but {run.name} has none at step {scheduler.last_epoch}: {why}"
         )
     return run
 
