@@ -135,7 +135,7 @@ def test_a_report_says_what_was_found_against_what(runs: Path, tmp_path: Path) -
     html = write_report([runs / "fixed-0", runs / "loss-0"], tmp_path).read_text()
     [headline] = re.findall("<h1>(.*?)</h1>", html)
     assert headline == (
-        "AutoLR with the loss signal found a peak learning rate of 0.002, 2.0 times the 0.001 it was given. Its "
+        "AutoLR with the loss signal found a peak learning rate of 0.002, 2 times the 0.001 it was given. Its "
         "validation loss is the same as with the same schedule left as it is: 2.123 against 2.123. One round was "
         "undone."
     )

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from hdet.reports.drawing import INK, SOFT, STYLES, Chart, colour, draw, line, plain_label
 from hdet.reports.run import Run, alike, breaks, columns, distinct, events, numbers, phases
 
-SHADES = {"climb": 0.09, "level": 0.0, "hold": 0.05}
+SHADES = {"climb": 0.05, "level": 0.0, "hold": 0.025}
 SPAN = 30  # losses that fall further than this are drawn on a logarithmic axis
 MAX_NAMED = 4  # more peaks would cover each other
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hdet.reports.charts import Group
 from hdet.reports.run import FINISHED, Run
@@ -17,7 +18,8 @@ def headline(groups: Sequence[Group]) -> str:
     if len(groups) == 1:
         return _about_one(groups[0])
     if learned and fixed:
-        return _against_fixed(min(learned, key=_order), fixed)
+        among = f" It is the best of {len(learned)} configurations that learn." if len(learned) > 1 else ""
+        return _against_fixed(min(learned, key=_order), fixed) + among
     best, *others = sorted(groups, key=_order)
     loss, second = _loss(best), _loss(others[0])
     if not math.isfinite(loss):
@@ -64,18 +66,22 @@ def _from(peak: float, start: float) -> str:
 
 
 def _against_fixed(best: Group, fixed: Sequence[Group]) -> str:
-    start, loss = _mean([run.start for run in best.runs]), _loss(best)
+    start = _mean([run.start for run in best.runs])
     same = [group for group in fixed if math.isclose(_mean([run.start for run in group.runs]), start, rel_tol=0.02)]
     other = same[0] if same else min(fixed, key=_order)
     where = "the same schedule left as it is" if same else f"the best fixed learning rate ({other.label})"
-    kind, against = _kind([best, other]), _loss(other)
+    # Seeds differ by more than methods do: only those that both have are compared.
+    shared = {run.seed for run in best.runs} & {run.seed for run in other.runs}
+    if shared:
+        best, other = (replace(g, runs=[run for run in g.runs if run.seed in shared]) for g in (best, other))
+    kind, loss, against = _kind([best, other]), _loss(best), _loss(other)
     if not math.isfinite(loss):
         return f"{_found(best)}, but has no finite {kind}.{_undone(best.runs)}"
     if not math.isfinite(against):
         return f"{_found(best)}, and ended at a {kind} of {_short(loss)}; {where} broke.{_undone(best.runs)}"
     share = (loss - against) / abs(against) if against else math.nan
     by = f"{_percent(share)} than with" if abs(share) >= 0.0005 else "the same as with"
-    many = f" (means over {len(best.runs)} seeds)" if len(best.runs) > 1 else ""
+    many = f" (means over {len(shared)} seeds)" if len(shared) > 1 else "" if shared else " (of other seeds)"
     return (
         f"{_found(best)}. Its {kind} is {by} {where}: {_short(loss)} against {_short(against)}{many}."
         f"{_undone(best.runs)}"
@@ -115,7 +121,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.1f}" if ratio < 10 else f"{ratio:,.0f}"
+    return f"{ratio:.2g}" if ratio < 9.95 else f"{ratio:,.0f}"
 
 
 def _short(value: float, digits: int = 4) -> str:

@@ -55,11 +55,7 @@ def _shown(scheduler: Any, method: str) -> Run:
     run = _run(scheduler)
     if not run.rounds:
         loop = scheduler._rounds
-        why = (
-            f"a round has {loop.policy.interval} steps"
-            if loop.active
-            else "one replica alone compares and records none"
-        )
+        why = f"a round has {loop.policy.interval} steps" if loop.active else "one replica alone explores nothing"
         raise RuntimeError(
             f"{method}() needs a round that has ended, but {run.name} has none at step {scheduler.last_epoch}: {why}"
         )

@@ -74,13 +74,15 @@ def _parse(line: str) -> Any:
 
 
 def _holds_records(path: Path) -> bool:
-    """Whether the first line is a record: a folder may hold other files of JSON lines."""
+    """Whether the first line is a sink's record: a folder may hold other lines, and those of a broken run folder."""
     try:
         with path.open(encoding="utf-8") as file:
             entry = _parse(file.readline(1_000_000))
     except (OSError, ValueError):
         return False
-    return isinstance(entry, dict) and {"index", "step", "losses", "base_values"} <= entry.keys()
+    return (
+        isinstance(entry, dict) and "event" not in entry and {"index", "step", "losses", "base_values"} <= entry.keys()
+    )
 
 
 def _split(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
