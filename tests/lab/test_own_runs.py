@@ -15,7 +15,7 @@ from hdet import RoundRecord, cli
 from hdet.command_line import UsageError
 from hdet.history import KnobRecord
 from hdet.lab.runs import own
-from hdet.reports.run import run_of
+from hdet.reports.run import Run, breaks, events, run_of, thinned
 from hdet.sinks import JsonLinesSink, TensorBoardSink, as_json
 
 NAMES = ["body", "head/last"]
@@ -234,3 +234,19 @@ def test_a_page_of_the_labs_own_metrics(tmp_path: Path, capfd: pytest.CaptureFix
     path.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"event": "end", "step": 40}]))
     assert "<td>metrics.jsonl</td>" in page_of(path, tmp_path / "out", capfd)
     shutil.rmtree(tmp_path / "out")
+
+
+def test_a_chart_of_a_long_run_has_a_point_for_what_happened() -> None:
+    few = [as_json(record(0).as_dict()) for _ in range(5000)]
+    long = Run("long", [entry | {"index": i, "step": i + 1} for i, entry in enumerate(few)], NAMES)
+    long.rounds[0] |= {"base_values": [None, None]}
+    long.rounds[1233] |= {"base_values": [0.5, 0.1]}
+    long.rounds[2345] |= {"events": ["It happened."]}
+    for entry in long.rounds[3456:]:
+        entry["num_rollbacks"] = 1
+    thin = thinned(long, 1000)
+    assert 1000 <= len(thin.rounds) <= 1010
+    assert {1234, 2346, 3457, 5000} <= set(thin.steps)
+    assert (thin.peak, events(thin)) == (long.peak, events(long))
+    assert [thin.steps[at] for at in breaks(thin)] == [3457]
+    assert thinned(thin, 2000) is thin

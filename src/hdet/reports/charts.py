@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from matplotlib.axes import Axes
 
 from hdet.reports.drawing import INK, SOFT, STYLES, Chart, colour, draw, line, plain_label
-from hdet.reports.run import Run, alike, breaks, columns, distinct, events, numbers, phases
+from hdet.reports.run import Run, alike, breaks, columns, distinct, events, numbers, phases, thinned
 
 SHADES = {"climb": 0.05, "level": 0.0, "hold": 0.025}
 SPAN = 30  # losses that fall further than this are drawn on a logarithmic axis
+MAX_ROUNDS = 1000  # of a run in a chart: more than it has pixels
 MAX_NAMED = 4  # more peaks would cover each other
 
 
@@ -35,6 +36,7 @@ class Group:
 
 def draw_all(groups: Sequence[Group]) -> list[Chart]:
     """Every chart the runs have numbers for; losses and learning rates are the first two."""
+    groups = [replace(group, runs=[thinned(run, MAX_ROUNDS) for run in group.runs]) for group in groups]
     runs = [run for group in groups for run in group.runs]
     marks = " Cross: the round was undone, or not finite." if any(map(breaks, runs)) else ""
     marks += " Ring: an event, listed below." if any(map(_rings, runs)) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hdet.checks import whole
@@ -147,6 +147,16 @@ def events(run: Run) -> list[tuple[int, str]]:
         undone, held = entry["num_rollbacks"], bool(entry.get("held"))
         found += [(entry["step"], text) for text in said]
     return found
+
+
+def thinned(run: Run, most: int) -> Run:
+    """About ``most`` of its rounds, evenly, for a chart; the highest learning rate and all that happened are kept."""
+    every = math.ceil(len(run.rounds) / most)
+    happened = {step for step, _ in events(run)}
+    peaks = [max((v for v in numbers(e["base_values"]) if v > 0), default=0.0) for e in run.rounds]
+    kept = {*breaks(run), *range(0, len(run.rounds), every), len(run.rounds) - 1, peaks.index(max(peaks))}
+    kept |= {at for at, step in enumerate(run.steps) if step in happened}
+    return replace(run, rounds=[run.rounds[at] for at in sorted(kept)]) if every > 1 else run
 
 
 def phases(run: Run) -> list[tuple[int, int, str]]:
