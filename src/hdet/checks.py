@@ -30,6 +30,11 @@ def shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
 
 
+def printable(text: str) -> str:
+    r"""``text`` on one line, with escapes like ``\x1b`` for what a terminal or a page might obey instead of show."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def number(value: Any) -> float:
     """The value, or NaN, with which every comparison fails, where it is not a finite number."""
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": ("hdet.lab.commands.train", "one run, on local processes or under torchrun, into a run folder"),
     "watch": ("hdet.lab.commands.watch", "a run folder, live in the terminal"),
-    "report": ("hdet.lab.commands.report", "one HTML file about one run or several"),
+    "report": ("hdet.lab.commands.report", "one HTML file about one run or several, the lab's or your own"),
     "ablate": ("hdet.lab.commands.ablate", "the paper's six configurations and AutoLR, side by side"),
     "compare": ("hdet.lab.commands.compare", "AutoLR, fixed learning rates and other methods, at equal budget"),
     "doctor": ("hdet.cluster.doctor", "whether HDET will work on this cluster, and what it will cost"),
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if importlib.util.find_spec(package) is None:
             print(f"hdet {name} needs {package}; install it with: pip install 'hdet[{extra}]'", file=sys.stderr)
             return USAGE_ERROR
-    from hdet.command_line import UsageError, printable
+    from hdet.checks import printable
+    from hdet.command_line import UsageError
 
     try:
         status: int = importlib.import_module(module).main(rest)

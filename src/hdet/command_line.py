@@ -64,8 +64,3 @@ def one_line(box: str) -> str:
     parts = re.split(r"\n(?:[╭╰].*|[─-]{5,})(?=\n|$)", "\n" + "\n".join(lines))
     title, message = (part.strip() for part in (*parts, "")[:2])
     return re.sub(r"\s+", " ", message or title).rstrip(".:")
-
-
-def printable(text: str) -> str:
-    r"""``text`` on one line, with escapes like ``\x1b`` for what a terminal or a page might obey instead of show."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -94,7 +94,7 @@ class JsonLinesSink(Sink):
         self.path = _as_path(path, "path")
 
     def write(self, record: RoundRecord, names: Sequence[str]) -> None:
-        line = json.dumps(_jsonable({**record.as_dict(), "names": list(names)}), allow_nan=False)
+        line = json.dumps(as_json({**record.as_dict(), "names": list(names)}), allow_nan=False)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         append_line(self.path, line)
 
@@ -233,11 +233,12 @@ def _missing(package: str) -> ImportError:
     return ImportError(f"this sink needs {package}, which is not installed; pip install 'hdet[sinks]'")
 
 
-def _jsonable(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """JSON's types only: null for numbers that are not finite, lists for tuples."""
     if isinstance(value, Mapping):
-        return {key: _jsonable(v) for key, v in value.items()}
+        return {key: as_json(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(v) for v in value]
+        return [as_json(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -152,11 +152,12 @@ def test_a_resumed_run_knows_what_it_has_spent() -> None:
 
 
 def test_the_stacked_engine_holds_its_scale_too() -> None:
-    steered = _Steered(Run(lr=0.1, method="gradient", interval=T, start=0.0), 1000 * T)
-    samples = np.full((T, 1), -1.0) + 0.01 * np.arange(T)[:, None]
+    steered = _Steered(Run(lr=0.1, method="gradient", interval=T, start=0.0, climb=False), np.ones(1000 * T))
 
     def end_round(index: int, loss: float) -> bool:
-        verdict = steered.end_round(T * (index + 1), np.array([loss]), np.array([True]), samples, 1.0, last=False)
+        for step in range(T):
+            steered.take(np.array([loss]), -1.0 + 0.01 * step)
+        verdict = steered.end_round(T * (index + 1), np.array([True]), 1.0, last=False)
         return verdict is None or verdict.go_back
 
     for index in range(40):
@@ -173,10 +174,10 @@ def test_the_stacked_engine_holds_its_scale_too() -> None:
 
 
 def test_the_stacked_engine_gives_up_where_real_processes_do() -> None:
-    steered = _Steered(Run(lr=0.1, method="gradient", interval=T), 1000 * T)
+    steered = _Steered(Run(lr=0.1, method="gradient", interval=T, climb=False), np.ones(1000 * T))
     for index in range(30):
-        broken = np.array([math.nan])
-        verdict = steered.end_round(T * (index + 1), broken, np.array([True]), broken[None], 1.0, last=False)
+        steered.take(np.array([math.nan]), math.nan)
+        verdict = steered.end_round(T * (index + 1), np.array([True]), 1.0, last=False)
         assert (verdict is None) == (index >= MAX_ROLLBACKS)
     assert steered.result.error.startswith(f"training broke again at step {T * 21} after 20 rollbacks in a row")
     assert steered.result.num_rollbacks == MAX_ROLLBACKS

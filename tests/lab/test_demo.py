@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hdet import cli
+from hdet.lab.commands.demo import can_open
 from hdet.lab.runs import folder as run_folder
 
 
@@ -15,11 +16,34 @@ def test_the_demo_trains_compares_and_reports(tmp_path: Path, capsys: pytest.Cap
     assert "2 replicas train a GPT" in said
     assert "OneCycleLR: step 12/12, loss" in said
     assert "AutoLR: step 12/12, loss" in said
-    assert "validation loss" in said
-    assert f"Report, to be opened in a browser: {out}/report/report.html" in said
+    assert "AutoLR found a peak learning rate of" in said
+    assert "than with the same schedule left as it is" in said
+    assert f"To be opened in a browser: {out}/report/report.html" in said
     html = (out / "report" / "report.html").read_text()
-    for method in ("fixed", "gradient"):
+    for method, label in (("fixed", "fixed schedule"), ("gradient", "AutoLR")):
         record = run_folder.read(out / method)
         assert record.config["lr"] == pytest.approx(1e-4)
         assert record.status == "done"
-        assert f"<td>{method}, lr 0.0001</td>" in html
+        assert f"<td>{label}, lr 0.0001</td>" in html
+
+
+@pytest.mark.parametrize(
+    ("variables", "interactive", "expected"),
+    [
+        ({"DISPLAY": ":0"}, True, True),
+        ({"WAYLAND_DISPLAY": "wayland-0"}, True, True),
+        ({"DISPLAY": ":0"}, False, False),
+        ({"DISPLAY": ":0", "SSH_CONNECTION": "10.0.0.1"}, True, False),
+        ({"DISPLAY": ":0", "CI": "true"}, True, False),
+        ({}, True, False),
+    ],
+)
+def test_a_browser_is_opened_only_in_front_of_a_screen(
+    variables: dict[str, str], interactive: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in ("CI", "SSH_CONNECTION", "SSH_TTY", "DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert can_open(interactive) is expected

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hdet import cli
-from hdet.command_line import printable
+from hdet.checks import printable
 from hdet.lab.commands.report import write_report
 from hdet.lab.commands.watch import view
-from hdet.lab.reports.charts import Chart, _inline, draw
-from hdet.lab.reports.page import Table, page
 from hdet.lab.runs import folder as run_folder
+from hdet.reports.drawing import Chart, _inline, draw
+from hdet.reports.page import Table, page
 from run_folders import entries, facts, write
 
 TAGS = (
@@ -55,6 +55,7 @@ def hostile_run(folder: Path, names: Sequence[str]) -> Path:
     for line in lines[:-1]:
         line["knobs"] = dict.fromkeys((names[2], names[10]), line["knobs"]["eps"])
         line["control"] |= {names[8]: [1.0]}
+        line |= {"phase": names[0], "events": [names[1]]}
     lines[-1]["validation"] |= {names[9]: 0.25}
     lines[-1]["status"] = names[10]
     return write(folder, config, lines)
@@ -129,7 +130,8 @@ def small_page(names: Sequence[str]) -> Tags:
     """As of a report, but for the drawing, which takes seconds."""
     chart = Chart("loss", names[0], names[1], _inline(empty_chart(), "again", names[2]), b"")
     table = Table(names[3], [names[4], names[5]], [[names[6], names[7]]])
-    return Tags(page(names[8], [table], [chart], [Table(names[9], [names[10]], [[names[0]]])]))
+    told = {"headline": names[1], "about": [names[2]], "notes": [names[3]], "events": [(names[4], names[5])]}
+    return Tags(page(names[8], [table], [chart], [Table(names[9], [names[10]], [[names[0]]])], **told))  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -17,11 +17,12 @@ from rich.console import Console
 
 from hdet import cli
 from hdet.command_line import UsageError
-from hdet.lab.commands.report import _seed_table, _summary_table, group_runs, write_report
+from hdet.lab.commands.report import group_runs, write_report
 from hdet.lab.commands.watch import view
-from hdet.lab.reports.page import facts_table, page
 from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs.settings import from_dict
+from hdet.reports.compose import seed_table, summary_table
+from hdet.reports.page import facts_table, page
 from run_folders import NUM_STEPS, entries, facts, write
 
 WRONG: list[Any] = [
@@ -131,7 +132,7 @@ def test_settings_with_anything_anywhere_are_refused_or_shown(tmp_path: Path) ->
         record = accepted(tmp_path / f"run-{number}", mutant, entries(), what)
         if record is not None:
             [group] = group_runs([record])
-            page(group.label, [_seed_table([group]), _summary_table([group])], [], [facts_table("run", record.facts)])
+            page(group.label, [seed_table([group]), summary_table([group])], [], [facts_table("run", record.facts)])
             seen.add(what)
             with contextlib.suppress(UsageError):  # as of a run that is resumed, before anything is loaded
                 from_dict(record.config).check()

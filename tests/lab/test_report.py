@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from datetime import date
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hdet
 from hdet import cli
-from hdet.lab.commands.report import find_runs, group_runs
+from hdet.lab.commands.report import find_runs, group_runs, write_report
 from hdet.lab.commands.watch import sparkline
-from hdet.lab.reports.charts import breaks
 from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs.settings import Settings
+from hdet.reports.charts import Group
+from hdet.reports.run import breaks
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -72,6 +75,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def read_groups(*folders: Path) -> list[Group]:
+    return group_runs([run_folder.read(folder) for folder in find_runs(folders)])
+
+
 @pytest.fixture(scope="module")
 def report(runs: Path) -> Path:
     assert cli.main(["report", str(runs)]) == 0
@@ -84,11 +91,12 @@ def test_a_report_is_one_file_with_every_seed(report: Path) -> None:
     assert not re.search(r"https?://|\bsrc=|@import|url\((?!#)", html)
     assert re.findall(r'href="([^"#]*)"', html) == ["data:,"]
     for seed, loss in enumerate(("2.1234", "2.2468", "2.3702")):
-        assert f"<td>fixed, lr 0.001</td><td>{seed}</td><td>{loss}</td>" in html
-    assert "<td>fixed, lr 30</td><td>0</td><td>-</td><td>0</td><td>diverged</td>" in html
+        assert f"<td>fixed schedule, lr 0.001</td><td>{seed}</td><td>{loss}</td><td>0.002</td>" in html
+    figures = ("-", "60", "30", "40", "2", "0", "diverged", "12")  # loss, peak, given, steps, replicas, rollbacks
+    assert f"<td>fixed schedule, lr 30</td><td>0</td>{''.join(f'<td>{f}</td>' for f in figures)}" in html
     assert "<td>3</td><td>2.2468</td><td>0.1234</td><td>2.1234</td><td>2.3702</td>" in html
     assert "&lt;b&gt;fast &amp; loose&lt;/b&gt;" in html
-    names = ["distance", "evidence", "loss", "lr-1", "lr-2", "lr-3"]
+    names = ["distance", "evidence", "loss", "lr"]
     assert sorted(file.stem for file in report.parent.glob("*.png")) == names
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in report.parent.glob("*.png"))
     assert html.count("<svg") == len(names)
@@ -96,21 +104,19 @@ def test_a_report_is_one_file_with_every_seed(report: Path) -> None:
 
 
 def test_runs_that_differ_in_their_seed_are_one_configuration(runs: Path) -> None:
-    groups = group_runs([run_folder.read(folder) for folder in find_runs([runs])])
-    assert [(group.label, len(group.runs)) for group in groups] == [
-        *(("fixed, lr 0.001", 3), ("fixed, lr 30", 1), ("loss, lr 0.001", 2))
+    assert [(group.label, len(group.runs)) for group in read_groups(runs)] == [
+        *(("fixed schedule, lr 0.001", 3), ("fixed schedule, lr 30", 1), ("AutoLR (loss signal), lr 0.001", 2))
     ]
 
 
 def test_broken_and_undone_rounds_are_marked(runs: Path) -> None:
-    assert breaks(run_folder.read(runs / "high")) == [3]
-    assert breaks(run_folder.read(runs / "loss-0")) == [6]
-    assert breaks(run_folder.read(runs / "fixed-0")) == []
+    found = {run.name: breaks(run) for group in read_groups(runs) for run in group.runs}
+    assert (found["high"], found["loss-0"], found["fixed-0"]) == ([3], [6], [])
 
 
 def test_charts_take_their_colours_from_the_page(report: Path) -> None:
     charts = re.findall(r"<svg.*?</svg>", report.read_text(), re.DOTALL)
-    assert len(charts) == 6
+    assert len(charts) == 4
     for svg in charts:
         assert "var(--c" in svg
         assert "currentColor" in svg
@@ -123,6 +129,40 @@ def test_a_run_that_goes_on_has_a_report(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == f"wrote {tmp_path}/run-report/report.html\n"
     assert find_runs([tmp_path / "run", tmp_path / "run-report"]) == [tmp_path / "run"]
     assert "<td>unfinished</td>" in (tmp_path / "run-report" / "report.html").read_text()
+
+
+def test_a_report_says_what_was_found_against_what(runs: Path, tmp_path: Path) -> None:
+    html = write_report([runs / "fixed-0", runs / "loss-0"], tmp_path).read_text()
+    [headline] = re.findall("<h1>(.*?)</h1>", html)
+    assert headline == (
+        "AutoLR with the loss signal found a peak learning rate of 0.002, 2 times the 0.001 it was given. Its "
+        "validation loss is the same as with the same schedule left as it is: 2.123 against 2.123. One round was "
+        "undone."
+    )
+    assert f"{date.today():%B %Y}" in html
+    assert f"hdet {hdet.__version__}" in html
+    assert "<b>AutoLR (loss signal), lr 0.001, step 28</b> The round was undone" in html
+    assert "How they were made" in html
+    assert "<td>None</td>" not in html
+    assert "<td></td>" not in html
+
+
+def test_runs_with_the_same_seed_are_told_apart(tmp_path: Path) -> None:
+    for name in ("monday", "tuesday"):
+        write_run(tmp_path / name, "fixed", 0)
+    write_run(tmp_path / "other", "fixed", 1)
+    html = write_report([tmp_path]).read_text()
+    assert "<td>0 (monday)</td>" in html
+    assert "<td>0 (tuesday)</td>" in html
+    assert "<td>1</td>" in html
+
+
+def test_learning_rates_are_one_chart_in_the_colours_of_the_loss(report: Path) -> None:
+    loss, lr = re.findall(r"<svg.*?</svg>", report.read_text(), re.DOTALL)[:2]
+    for colour in ("var(--c0)", "var(--c1)", "var(--c2)"):
+        assert colour in loss
+        assert colour in lr
+    assert "var(--c3)" not in lr
 
 
 # From outside: the page runs no scripts.
@@ -157,7 +197,7 @@ def test_in_a_browser(width: int, report: Path, tmp_path: Path) -> None:
     found, console = browse(report.read_text(), tmp_path, width=width)
     assert console == ""
     assert abs(int(found.pop("width")) - width) <= 20  # a scroll bar
-    assert found == {"overflow": "0", "charts": "6", "rows": "6", "ink": "rgb(26, 26, 27)"}
+    assert found == {"overflow": "0", "charts": "4", "rows": "6", "ink": "rgb(26, 26, 27)"}
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")
@@ -167,7 +207,7 @@ def test_the_browser_refuses_scripts_in_the_page(report: Path, tmp_path: Path) -
     )
     found, console = browse(html, tmp_path, width=1280)
     assert "Content Security Policy" in console
-    assert found["charts"] == "6"
+    assert found["charts"] == "4"
     assert "ran" not in found
 
 

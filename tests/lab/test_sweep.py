@@ -92,7 +92,7 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
             **schedule,
             ensemble_lr_spread_ratio=run.spread,
             model_sync_interval=run.interval,
-            auto_lr_warmup_steps=int(run.start * STEPS),
+            auto_lr_warmup_steps=int((run.start or 0.02) * STEPS),
             enable_auto_lr=True,
             loss_scale=run.controller["temperature"],
             model=model,
@@ -105,11 +105,10 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
         interval=run.interval,
         adapt=Adapt(
             spread=run.spread,
-            controller=run.make_controller(),
-            start_steps=int(run.start * STEPS),
+            start_steps=None if run.start is None else int(run.start * STEPS),
             hold_share=run.hold,
-            gated=run.gated,
-            first_scale=run.make_first_scale(),
+            gated=None if run.gated else False,
+            first_scale=run.first_scale,
         ),
         seed=run.seed,
     )

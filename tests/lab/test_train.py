@@ -173,9 +173,9 @@ def test_runs_that_differ_in_their_knobs_are_different_configurations(
     arguments = [*SMALL, "--method", "gradient", "--replicas", "4", "--knobs", "momentum", "beta2"]
     assert cli.main([*arguments, "--out", str(folder)]) == 0
     page = write_report([whole["gradient"], folder], tmp_path / "report").read_text()
-    assert "gradient, lr 0.001, no knobs" in page
-    assert "gradient, lr 0.001, momentum beta2" in page
-    assert 'aria-label="beta2: gradient, lr 0.001, momentum beta2"' in page
+    assert "AutoLR, lr 0.001, no knobs" in page
+    assert "AutoLR, lr 0.001, momentum beta2" in page
+    assert 'aria-label="beta2: AutoLR, lr 0.001, momentum beta2"' in page
 
 
 @pytest.mark.parametrize(

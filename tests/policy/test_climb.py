@@ -16,7 +16,9 @@ import oracle_climb
 from hdet.policy.climb import FIRST_SCALE, MAX_STARTS, Climb
 
 
-def drive(climb: Climb, lr: float, *, seed: int = 0, noise: float = 0.1, steps: int = 400) -> list[tuple[float, ...]]:
+def drive(
+    climb: Climb, lr: float, *, seed: int = 0, noise: float = 0.1, steps: int = 400
+) -> list[tuple[float, float, float]]:
     """Gradient descent on an ill-conditioned quadratic with noise, which learning rates above 2 break."""
     random = np.random.default_rng(seed)
     curvatures = np.logspace(0, -2, 20)

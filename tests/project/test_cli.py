@@ -107,8 +107,8 @@ def test_the_program_is_installed() -> None:
             r"a run folder must hold .* nowhere.config.json cannot be read .*; hdet train writes one",
         ),
         (["watch", ".", "--every-s", "0"], r"--every-s must be a finite number > 0, but got 0"),
-        (["report", "nowhere"], r"RUN must be a run folder, or hold some, but nowhere does not exist"),
-        (["report", "."], r"RUN must be a run folder, or hold some, but \. has none"),
+        (["report", "nowhere"], r"RUN must be a run folder or a sink's records, or hold some, but nowhere does not"),
+        (["report", "."], r"RUN must be a run folder or a sink's records, or hold some, but \. has none"),
         (["report"], r"; see hdet report --help|RUN must name at least one"),
         (["ablate", "nope"], r"TASK must be one of .*quadratic.*, but got 'nope'"),
         (

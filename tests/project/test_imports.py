@@ -24,6 +24,7 @@ ROOMS = (
     {"command_line"},
     {"integrations", "__init__"},
     {"schedulers"},
+    {"reports"},
     {"engine"},
     {"warm_start", "sinks", "testing", "found"},
     {"knobs"},

@@ -14,7 +14,10 @@ Step = tuple[float, float]
 def climb(steps: Sequence[Step], first_lr: float, total_steps: int) -> tuple[list[float], list[str], float]:
     """The learning rate of each step, how each attempt ended ("" for the one that goes on), and the next scale."""
     cap = min(max(total_steps / 10, 24), total_steps / 4, 200)
-    scale, still, lrs, endings = 0.01, [], [], []
+    scale = 0.01
+    still: list[float] = []
+    lrs: list[float] = []
+    endings: list[str] = []
     at = 0
     while True:
         used, ending, scale, raised, still, ok = _attempt(steps[at:], first_lr, scale, still, cap - at)

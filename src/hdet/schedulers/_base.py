@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ from hdet.history import RoundRecord
 from hdet.schedulers._common import MAX_LR
 from hdet.schedulers._torch_state import LRS, MOMENTA
 from hdet.signals.loss import Loss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 STATE_VERSION = 1
 
@@ -91,6 +96,36 @@ class RoundScheduler:
     def history(self) -> list[RoundRecord]:
         """One record per finished round, the newest last; the last 1000 are kept."""
         return self._rounds.history
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML page about the rounds in :attr:`history`, and return its path. Only rank 0 writes.
+
+        Needs ``pip install 'hdet[report]'``.
+        """
+        from hdet.reports.views import write_page  # its packages are optional
+
+        return write_page(self, path)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the learning rate (logarithmic) and the loss (on a twin of the axes) over steps.
+
+        Needs ``pip install 'hdet[report]'``.
+
+        Args:
+            ax: axes of matplotlib to draw into; default those of a new figure.
+
+        Returns:
+            The axes of the learning rate.
+        """
+        from hdet.reports.views import draw_plot
+
+        return draw_plot(self, ax)
+
+    def _repr_html_(self) -> str:
+        """The curves, for a notebook."""
+        from hdet.reports.views import as_html
+
+        return as_html(self)
 
     @property
     def finished(self) -> bool:

@@ -26,12 +26,12 @@ from hdet.lab.experiment import (
     show,
 )
 from hdet.lab.recipes import SweepMethod, low_and_high
-from hdet.lab.reports.charts import draw, line
-from hdet.lab.reports.page import Table, number
 from hdet.lab.runs.progress import RunBar
 from hdet.lab.runs.settings import check_rows
 from hdet.lab.stacked.sweep import Result, Run, sweep
 from hdet.lab.tasks.base import Task
+from hdet.reports.drawing import draw, line
+from hdet.reports.page import Table, number
 
 RISE, NUM_ROUNDS = 0.2, 3
 

@@ -6,6 +6,9 @@ cores.
 
 from __future__ import annotations
 
+import os
+import sys
+import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -59,14 +62,22 @@ def main(arguments: Sequence[str]) -> int:
         if ends[method]["status"] == "stopped":
             return 130
     console.print(_table(ends))
-    fixed, auto = (ends[method]["validation"]["loss"] for method in RUNS)
-    if fixed is not None and auto is not None:
-        console.print(f"From the same start AutoLR ends with a validation loss {1 - auto / fixed:.0%} lower.")
-    from hdet.lab.commands.report import write_report  # its packages draw: not before there is something to draw
+    # Its packages draw: not before there is something to draw.
+    from hdet.lab.commands.report import find_headline, write_report
 
-    report = write_report([job.folder for job in jobs.values()], out / "report")
-    console.print(f"Report, to be opened in a browser: {report}", soft_wrap=True)
+    folders = [job.folder for job in jobs.values()]
+    report = write_report(folders, out / "report")
+    console.print(find_headline(folders), soft_wrap=True, markup=False, highlight=False)
+    opened = can_open(console.is_terminal) and webbrowser.open(report.resolve().as_uri())
+    console.print(f"{'Opened in your browser' if opened else 'To be opened in a browser'}: {report}", soft_wrap=True)
     return 0 if all(end["status"] == "done" for end in ends.values()) else 1
+
+
+def can_open(interactive: bool) -> bool:
+    """Whether somebody sits in front of a screen: not in a pipe, under CI or at the far end of ssh."""
+    if not interactive or any(os.environ.get(name) for name in ("CI", "SSH_CONNECTION", "SSH_TTY")):
+        return False
+    return sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
 
 
 def _table(ends: dict[TrainMethod, dict[str, Any]]) -> Table:

@@ -1,9 +1,8 @@
-"""``hdet report``: one HTML file about one run or several, and its charts as PNGs beside it."""
+"""``hdet report``: one HTML file about runs, the lab's or your own, and its charts as PNGs beside it."""
 
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,25 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from hdet.command_line import UsageError, parse
-from hdet.lab.reports.charts import Group, draw_all, write_pngs
-from hdet.lab.reports.page import Table, facts_table, number, page
 from hdet.lab.runs import folder as run_folder
+from hdet.lab.runs import own
 from hdet.lab.runs.folder import CONFIG, RunRecord
+from hdet.reports.charts import Group
+from hdet.reports.compose import compose
+from hdet.reports.drawing import write_pngs
+from hdet.reports.headline import headline
+from hdet.reports.run import Run
 
 PAGE = "report.html"
 # What does not make a run another configuration.
 NOT_CONFIGURATION = ("seed", "data", "checkpoint_s")
+METHODS = {
+    "fixed": ("fixed schedule", "the fixed schedule"),
+    "paper": ("paper's controller", "the paper's controller"),
+    "gradient": ("AutoLR", "AutoLR"),
+    "loss": ("AutoLR (loss signal)", "AutoLR with the loss signal"),
+}
+"""For readers who do not know the lab's names: in a label, and in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class ReportOptions:
     """Write one HTML file, with charts and every seed's figures, and the charts as PNGs beside it."""
 
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN [RUN ...]")]
-    """Run folders, or folders that hold some."""
+    """Run folders; files of a JsonLinesSink, TensorBoard's event files; or folders that hold some."""
     out: Path | None = None
     """Folder of the report; default RUN-report for one run, else report beside the first."""
 
@@ -39,25 +49,26 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
+def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write ``report.html`` and its PNGs; returns the path of the former."""
-    runs = [run_folder.read(folder) for folder in find_runs(folders)]
-    empty = [run.folder for run in runs if not run.rounds]
+    paths = find_runs(runs)
+    ours = [run_folder.read(path) for path in paths if _is_ours(path)]
+    empty = [record.folder for record in ours if not record.rounds]
+    groups = group_runs([record for record in ours if record.rounds]) if ours and not empty else []
+    for path in paths:
+        if not _is_ours(path):
+            found = own.read(path)
+            groups += [Group(run.name, [run], fixed=not _explores(run)) for run in found]
+            empty += [] if found else [path]
     if empty:
         raise UsageError(f"a report needs runs with at least one round, but {empty[0]} has none; train it first")
     if out is None:
-        first = runs[0].folder if runs[0].folder.name not in ("", "..") else runs[0].folder.resolve()
-        out = first.with_name(f"{first.name}-report") if len(runs) == 1 else first.parent / "report"
-    groups = group_runs(runs)
-    charts = draw_all(groups)
-    tasks = sorted({run.config["task"] for run in runs})
+        first = paths[0] if paths[0].name not in ("", "..") else paths[0].resolve()
+        alone = first.stem if first.suffix == ".jsonl" else first.name
+        out = first.with_name(f"{alone}-report") if len(paths) == 1 else first.parent / "report"
+    tasks = sorted({record.config["task"] for record in ours}) or [paths[0].name or paths[0].resolve().name]
+    text, charts = compose(", ".join(tasks), groups)
     path = out / PAGE
-    text = page(
-        f"{', '.join(tasks)}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}",
-        [_seed_table(groups), *([_summary_table(groups)] if len(runs) > len(groups) else [])],
-        charts,
-        [facts_table(run.folder.name, run.facts) for run in runs],
-    )
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_pngs(charts, out)
@@ -67,30 +78,44 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     return path
 
 
-def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Run folders among ``folders`` and right below them, each once, in order."""
+def find_headline(folders: Sequence[Path]) -> str:
+    """The first sentence of a report about these run folders."""
+    return headline(group_runs([run_folder.read(folder) for folder in folders]))
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Run folders among ``paths`` and right below them, and records of other runs, each once, in order."""
     found: dict[Path, None] = {}
-    for folder in folders:
-        if os.path.exists(folder / CONFIG):  # Path.exists() raises where a folder may not be entered
-            found[folder] = None
-        elif not os.path.exists(folder / PAGE):  # an older report lies among the runs it is about
-            below = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+    for path in paths:
+        if _is_ours(path) or path.is_file():
+            found[path] = None
+        elif not os.path.exists(path / PAGE):  # an older report lies among the runs it is about
+            below = sorted(inner.parent for inner in path.glob(f"*/{CONFIG}")) or own.find(path)
             if not below:
                 raise UsageError(
-                    f"RUN must be a run folder, or hold some, but {folder} "
-                    f"{'has none' if os.path.exists(folder) else 'does not exist'}; hdet train writes one"
+                    f"RUN must be a run folder or a sink's records, or hold some, but {path} "
+                    f"{'has none' if os.path.exists(path) else 'does not exist'}; hdet train writes a run folder, "
+                    "JsonLinesSink and TensorBoardSink records"
                 )
             found.update(dict.fromkeys(below))
     if not found:
-        raise UsageError("RUN must name at least one run folder, but got none; hdet train writes one")
+        raise UsageError("RUN must name at least one run, but got none; hdet train writes one")
     return list(found)
 
 
-def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
+def _is_ours(path: Path) -> bool:
+    return os.path.exists(path / CONFIG)  # Path.exists() raises where a folder may not be entered
+
+
+def _explores(run: Run) -> bool:
+    return run.learns or any(entry["control"] or entry.get("knobs") for entry in run.rounds)
+
+
+def group_runs(records: Sequence[RunRecord]) -> list[Group]:
     """Runs that differ in their seed only are one group, in the order of their first run."""
     groups: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        groups.setdefault(str(_configuration(run)), []).append(run)
+    for record in records:
+        groups.setdefault(str(_configuration(record)), []).append(record)
     first = [_configuration(members[0]) for members in groups.values()]
     names = ["method", "lr", *(name for name in ("task", "schedule", "optimizer") if _differ(first, name))]
     for name in first[0]:
@@ -98,8 +123,27 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
             break
         if name not in names and _differ(first, name):
             names.append(name)
-    pairs = zip(first, groups.values(), strict=True)
-    return [Group(_label(c, names), sorted(members, key=lambda run: run.config["seed"])) for c, members in pairs]
+    found = []
+    for configuration, members in zip(first, groups.values(), strict=True):
+        runs = [_run(record) for record in sorted(members, key=lambda record: record.config["seed"])]
+        found.append(Group(_label(configuration, names), runs, fixed=configuration["method"] == "fixed"))
+    return found
+
+
+def _run(record: RunRecord) -> Run:
+    method = record.config["method"]
+    return Run(
+        record.folder.name,
+        record.rounds,
+        record.facts["groups"],
+        METHODS.get(method, ("", method))[1],
+        record.facts,
+        record.config["seed"],
+        record.config["steps"],
+        record.status,
+        dict((record.end or {}).get("validation", {})),
+        (record.end or record.rounds[-1])["time_s"] if record.rounds else None,
+    )
 
 
 def _differ(configurations: Sequence[dict[str, Any]], name: str) -> bool:
@@ -107,7 +151,8 @@ def _differ(configurations: Sequence[dict[str, Any]], name: str) -> bool:
 
 
 def _label(configuration: dict[str, Any], names: Sequence[str]) -> str:
-    values = [(name, configuration.get(name)) for name in names]
+    said = {**configuration, "method": METHODS.get(configuration["method"], (configuration["method"],))[0]}
+    values = [(name, said.get(name)) for name in names]
     return ", ".join(value if isinstance(value, str) else f"{name} {_short(value)}" for name, value in values)
 
 
@@ -115,40 +160,7 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _configuration(run: RunRecord) -> dict[str, Any]:
+def _configuration(record: RunRecord) -> dict[str, Any]:
     """What makes a run another configuration; lists as text, so that it can be told apart by and named."""
-    values = {name: value for name, value in run.config.items() if name not in NOT_CONFIGURATION}
+    values = {name: value for name, value in record.config.items() if name not in NOT_CONFIGURATION}
     return {**values, "knobs": " ".join(values.get("knobs", ())) or "no knobs"}
-
-
-def _seed_table(groups: Sequence[Group]) -> Table:
-    runs = [run for group in groups for run in group.runs]
-    figures = list(dict.fromkeys(name for run in runs for name in _validation(run)))
-    table = Table(
-        "Every run", ["configuration", "seed", *(f"validation {name}" for name in figures), "rollbacks", "state", "s"]
-    )
-    for group in groups:
-        for run in group.runs:
-            values = [number(_validation(run).get(name)) for name in figures]
-            rollbacks = str(run.rounds[-1]["num_rollbacks"])
-            seconds = f"{(run.end or run.rounds[-1])['time_s']:.0f}"
-            table.rows.append([group.label, str(run.config["seed"]), *values, rollbacks, run.status, seconds])
-    return table
-
-
-def _summary_table(groups: Sequence[Group]) -> Table:
-    table = Table("By configuration: validation loss", ["configuration", "seeds", "mean", "sd", "best", "worst"])
-    for group in groups:
-        losses = [_validation(run).get("loss") for run in group.runs]
-        seen = [loss for loss in losses if loss is not None]
-        # A run that broke has no loss, and a mean over the rest would hide it.
-        mean = statistics.fmean(seen) if len(seen) == len(losses) else None
-        sd = statistics.stdev(seen) if len(seen) == len(losses) > 1 else None
-        worst = max(seen) if len(seen) == len(losses) else None
-        numbers = [number(value) for value in (mean, sd, min(seen, default=None), worst)]
-        table.rows.append([group.label, str(len(losses)), *numbers])
-    return table
-
-
-def _validation(run: RunRecord) -> dict[str, float | None]:
-    return dict((run.end or {}).get("validation", {}))

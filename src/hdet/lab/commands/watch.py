@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-from hdet.command_line import UsageError, parse, printable
-from hdet.lab.reports.charts import mean_loss
+from hdet.checks import printable
+from hdet.command_line import UsageError, parse
 from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs.folder import RunRecord
+from hdet.reports.run import mean_loss
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60

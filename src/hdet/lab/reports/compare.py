@@ -9,8 +9,8 @@ from typing import Protocol
 
 from matplotlib.axes import Axes
 
-from hdet.lab.reports.charts import MARKERS, STYLES, Chart, colour, draw
-from hdet.lab.reports.page import Table, number
+from hdet.reports.drawing import MARKERS, STYLES, Chart, colour, draw
+from hdet.reports.page import Table, number
 
 
 class Record(Protocol):

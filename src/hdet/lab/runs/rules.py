@@ -63,6 +63,20 @@ ROUND: dict[str, Rule] = {
     "distance": _MAYBE,
     "time_s": _NUMBER,
 }
+OWN: dict[str, Rule] = {
+    "step": _COUNT,
+    "index": _COUNT,
+    **{name: rule for name, rule in ROUND.items() if name != "time_s"},
+}
+"""Of a round that a sink has written."""
+MAYBE: dict[str, Rule] = {
+    "names": _TEXTS,
+    "events": _TEXTS,
+    "phase": _TEXT,
+    "quarantined": ("a list", lambda value: isinstance(value, list)),
+    "resumed_from": ("an integer >= 0 or null", lambda value: value is None or whole(value) >= 0),
+}
+"""What a round may have; older ones have less."""
 
 
 def check_facts(facts: Any) -> None:
@@ -88,6 +102,19 @@ def check_entry(entry: Any, facts: Mapping[str, Any]) -> None:
     for name in ("values", "base_values"):
         if len(entry[name]) != count:
             raise ValueError(f"{name} must have an entry for each of the {count} groups, but got {shown(entry[name])}")
+    _check_maybe(entry)
+
+
+def check_record(entry: Any) -> None:
+    """A line of a JsonLinesSink."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"it must be an object, but got {shown(entry)}")
+    _check(entry, OWN)
+    _check_maybe(entry)
+
+
+def _check_maybe(entry: Mapping[str, Any]) -> None:
+    _check(entry, {name: rule for name, rule in MAYBE.items() if name in entry})
     knobs = entry.get("knobs", {})
     if not isinstance(knobs, dict):
         raise ValueError(f"knobs must be an object, but got {shown(knobs)}")
