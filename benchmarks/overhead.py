@@ -21,13 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import AutoLR, Copies, Faults, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Copies, Faults, OneCycleAutoLR
 from hdet.launch import launch
 from hdet.replicas import average as converge_module
 from hdet.replicas.average import mean_
 from hdet.replicas.group import Replicas
 
 NUM_TENSORS, NUM_PARAMETERS = 300, 10_000_000
+STEADY = Adapt(climb=False)
+"""In a climb every step is a round; it takes some tens of steps of a run."""
 
 
 def median_s(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -133,7 +135,7 @@ def count_syncs(kind: str) -> int:
         )  # fmt: skip
     else:
         signal: Any = kind
-        scheduler = AutoLR(OneCycleLR(optimizer, 1e-3, 1000), model=model, signal=signal, interval=200)
+        scheduler = AutoLR(OneCycleLR(optimizer, 1e-3, 1000), model=model, signal=signal, interval=200, adapt=STEADY)
     x = torch.randn(8, 64, device="cuda")
     num_steps = 0
     for step in range(1, 401):
@@ -199,7 +201,8 @@ class Training:
         self.tokens = torch.randint(50257, (args.batch, length + 1), device=device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
         schedule = OneCycleLR(self.optimizer, 1e-4, 10**6, cycle_momentum=False)
-        self.auto = AutoLR(schedule, model=self.model, interval=args.interval, **options) if options else None
+        options = options and {**options, "model": self.model, "interval": args.interval, "adapt": STEADY}
+        self.auto = AutoLR(schedule, **options) if options else None
         self.schedule = schedule
         self.steps = self.steps_without_sync = 0
 
