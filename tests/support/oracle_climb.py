@@ -45,6 +45,9 @@ def _attempt(
         used.append(lr)
         if not math.isfinite(loss):
             return used, "broken", scale, raised, still, ok
+        if far and len(still) >= 2:
+            noise = max(float(np.std(still, ddof=1)), 1e-3 * abs(float(np.mean(still))), 1e-30)
+            far = abs(loss - np.mean(still)) <= (20 if len(still) == 2 else 4 + 8 / len(still)) * noise
         if far or len(still) < 2:
             still.append(loss)
         since.append((loss, slope / path if path > 0 else math.nan))
@@ -60,7 +63,15 @@ def _attempt(
                 z = math.nan
                 if len(ys) > 1:
                     z = ys.mean() / (math.sqrt(np.square(np.diff(ys)).sum() / (2 * (len(ys) - 1) * len(ys))) + 1e-300)
-                clear = len(ys) == 2 and steepest > 0 and ys.max() < -steepest / 2
+                at_this = np.array([each for each, _ in since])
+                falls = False
+                if len(at_this) >= 4:
+                    half = len(at_this) // 2
+                    early, late = at_this[:half], at_this[-half:]
+                    spread = max(noise, math.sqrt(np.square(np.diff(at_this)).mean() / 2))
+                    falls = late.mean() < min(first, lowest, early.min())
+                    falls = bool(falls and early.mean() - late.mean() > 3 * spread * math.sqrt(2 / half))
+                clear = falls or (len(ys) == 2 and steepest > 0 and ys.max() < -steepest / 2)
                 recent = float(np.mean([each for each, _ in since[-4:]]))
                 top = min(lowest, first) + max(0.35 * max(first - lowest, 0), 2.5 * noise)
                 if not clear and len(ys) >= 4 and recent > top:

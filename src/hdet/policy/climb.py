@@ -121,6 +121,8 @@ class Climb:
             return "blind" if self.num_blind >= MAX_BLIND else None
         if math.isnan(slope):  # a step that was skipped, or without gradients
             return None
+        if self._has_moved(loss):
+            self.is_far = False
         if self.is_far or len(self.still) < 2:
             self.still.append(loss)
         self.losses.append(loss)
@@ -138,6 +140,8 @@ class Climb:
             self.is_far = False
         found = np.array(self.slopes)
         down = -float(found.mean())
+        if len(self.losses) >= MIN_SAMPLES and self._falls():
+            return self._support(down)
         if len(found) == 2 and self.steepest > 0 and found.max() < -0.5 * self.steepest:
             return self._support(down)
         if len(found) < MIN_SAMPLES:
@@ -152,6 +156,30 @@ class Climb:
         if z < -2:
             return self._support(down)
         return "turned" if z > 2 or len(found) >= MAX_SAMPLES else None
+
+    def _has_moved(self, loss: float) -> bool:
+        """Whether a loss is off those before anything had moved: slopes of clipped gradients are small all the time."""
+        num = len(self.still)
+        if not self.is_far or num < 2:
+            return False
+        start, noise = self._start_and_noise()
+        # Few losses tell little about their noise, and two next to nothing.
+        return abs(loss - start) > (4 + 8 / num if num > 2 else 20) * noise
+
+    def _falls(self) -> bool:
+        """Whether the loss falls, beyond doubt, at this learning rate, whatever the slope says.
+
+        A large model learns the frequencies of its tokens first, and goes past them: seen from the first weights, each
+        further step is then one too many, while the loss goes on to fall.
+        """
+        losses = np.array(self.losses)
+        half = len(losses) // 2
+        early, late = losses[:half], float(losses[-half:].mean())
+        start, noise = self._start_and_noise()
+        if late >= min(start, self.lowest, float(early.min())):
+            return False  # it comes back from a jump
+        noise = max(noise, math.sqrt(float((np.diff(losses) ** 2).mean()) / 2))
+        return float(early.mean()) - late > 3 * noise * math.sqrt(2 / half)
 
     def _start_and_noise(self) -> tuple[float, float]:
         start = statistics.fmean(self.still)
