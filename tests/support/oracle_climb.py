@@ -47,7 +47,7 @@ def _attempt(
             return used, "broken", scale, raised, still, ok
         if far and len(still) >= 2:
             noise = max(float(np.std(still, ddof=1)), 1e-3 * abs(float(np.mean(still))), 1e-30)
-            far = abs(loss - np.mean(still)) <= (20 if len(still) == 2 else 4 + 8 / len(still)) * noise
+            far = abs(loss - float(np.mean(still))) <= (20 if len(still) == 2 else 4 + 8 / len(still)) * noise
         if far or len(still) < 2:
             still.append(loss)
         since.append((loss, slope / path if path > 0 else math.nan))
