@@ -122,9 +122,9 @@ class Copies(_Options):
             signal, which needs it for a dot product only, estimates it from them. Default 1, and 1/16 in models of more
             than ten million parameters. With another signal it is 1. A checkpoint continues with the share it was saved
             with; one with whole anchors with any.
-        snapshot_device: where the copies of weights and optimizer state are kept that a rollback returns to; default
-            beside the weights, and the host's memory for models of more than ten million parameters on an accelerator.
-            Name that, e.g. ``"cuda"``, to keep them there.
+        snapshot_device: where the copies of weights and optimizer state are kept that a rollback returns to, after
+            every round; default beside the weights, and for models of more than ten million parameters on an
+            accelerator in the host's memory, every hundred steps or so. Name that, e.g. ``"cuda"``, to keep them there.
 
     Example:
         >>> import torch

@@ -42,10 +42,13 @@ class Fallback:
 
     Args:
         snapshot: where they live.
+        every: keep every so many rounds only: a copy of a large model to the host takes time.
     """
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, *, every: int = 1) -> None:
         self.snapshot = snapshot
+        self.every = every
+        self._num_rounds = 0
         self._loaded: dict[int, Tensor] | None = None
         self._told_of_steps = False
 
@@ -63,6 +66,9 @@ class Fallback:
 
     def keep(self, weights: Weights, optimizer: Optimizer) -> None:
         """Go back to the present from now on; its copy may be made beside steps that this is told of."""
+        self._num_rounds += 1
+        if self._num_rounds % self.every:
+            return
         self.snapshot.take(weights.kept(), optimizer, beside=self._told_of_steps)
         self._told_of_steps = False
 

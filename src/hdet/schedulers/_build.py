@@ -49,6 +49,9 @@ FIRST_SCALES = {"gradient": 0.03, "loss": 0.2}
 """Where the learned scale starts, by signal: low enough that a schedule 30 times too high does no harm in its first
 rounds, and no lower than the signal can climb from in a few of them."""
 
+HOST_COPY_STEPS = 100
+"""At least so many steps lie between two copies to the host, which would otherwise cost some hundredths of the time."""
+
 SignalName = Literal["loss", "gradient"]
 
 
@@ -271,7 +274,9 @@ def make_loop(
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         repairable=replicas.whole,
     )
-    kept_on = common.copies.snapshot_device or host_if_large(optimizer)
+    kept_on, keep_every = common.copies.snapshot_device, 1
+    if kept_on is None and (kept_on := host_if_large(optimizer)) is not None:
+        keep_every = math.ceil(HOST_COPY_STEPS / interval)
     averager = Averager(
         optimizer,
         Weights(optimizer, model, replicas),
@@ -281,7 +286,7 @@ def make_loop(
         on_line=kept is not None and spread > 0,
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
-        fallback=Fallback(Snapshot(kept_on)) if undoes or climb is not None else None,
+        fallback=Fallback(Snapshot(kept_on), every=keep_every) if undoes or climb is not None else None,
         overlap=averaging.overlap,
         node_size=averaging.node_size,
         node_rounds=averaging.node_rounds,
