@@ -163,3 +163,18 @@ def test_a_broken_state_is_refused() -> None:
         unpack_guard({**packed, "recent": [1.0, math.nan]})
     with pytest.raises(KeyError, match="num_strikes"):
         unpack_guard({"first": 1.0, "recent": []})
+
+
+def test_after_a_climb_the_first_rounds_are_judged_too() -> None:
+    """A ramp that breaks the model is seen at once: what the loss was before training is known, and its noise."""
+    guard = Guard()
+    known, unknown = GuardState(5.6, noise=0.05), GuardState()
+    for loss in (5.3, 4.6, 3.8):
+        known, fine = guard.update(known, loss)
+        assert fine
+        unknown, fine = guard.update(unknown, loss)
+        assert fine
+    assert guard.update(unknown, 4.55)[1]
+    assert not guard.update(known, 4.55)[1]
+    assert guard.update(known, 4.3)[1]
+    assert unpack_guard(pack_guard(known)) == known

@@ -133,7 +133,7 @@ class Climb:
         return "limit" if found == "raise" and top else None if found == "raise" else found
 
     def _decide(self, slope: float) -> Ending | Literal["raise"] | None:
-        start, noise = self._start_and_noise()
+        start, noise = self.start_and_noise()
         if self.is_far and len(self.still) >= 3 and abs(slope) < FAR * noise:
             return self._raise(FAST_RISE)
         if len(self.still) >= 3:
@@ -162,7 +162,7 @@ class Climb:
         num = len(self.still)
         if not self.is_far or num < 2:
             return False
-        start, noise = self._start_and_noise()
+        start, noise = self.start_and_noise()
         # Few losses tell little about their noise, and two next to nothing.
         return abs(loss - start) > (4 + 8 / num if num > 2 else 20) * noise
 
@@ -175,13 +175,15 @@ class Climb:
         losses = np.array(self.losses)
         half = len(losses) // 2
         early, late = losses[:half], float(losses[-half:].mean())
-        start, noise = self._start_and_noise()
+        start, noise = self.start_and_noise()
         if late >= min(start, self.lowest, float(early.min())):
             return False  # it comes back from a jump
         noise = max(noise, math.sqrt(float((np.diff(losses) ** 2).mean()) / 2))
         return float(early.mean()) - late > 3 * noise * math.sqrt(2 / half)
 
-    def _start_and_noise(self) -> tuple[float, float]:
+    def start_and_noise(self) -> tuple[float, float]:
+        """The loss before anything had moved, and the standard deviation of a single one."""
+        """The loss before anything had moved, and the standard deviation of a single one."""
         start = statistics.fmean(self.still)
         deviation = statistics.stdev(self.still) if len(self.still) > 1 else 0.0
         return start, max(deviation, 1e-3 * abs(start), 1e-30)

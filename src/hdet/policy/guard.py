@@ -10,14 +10,20 @@ from typing import Any, NamedTuple
 from hdet.checks import mapping_of, number, shown, whole_of
 
 NUM_RECENT = 16
+EARLY_SHARE, EARLY_NOISE = 0.35, 2.5
+"""Of the progress, and of the noise of a single loss, that may be lost within the first rounds after a climb."""
 
 
 class GuardState(NamedTuple):
-    """Mean loss of the first round, those of the last healthy ones, and how many in a row have been broken."""
+    """Mean loss of the first round, those of the last healthy ones, and how many in a row have been broken.
+
+    After a climb the loss before training is known from the start, and ``noise``, how far batches are apart in it.
+    """
 
     first: float = math.nan
     recent: tuple[float, ...] = ()
     num_strikes: int = 0
+    noise: float = math.nan
 
 
 class Guard:
@@ -25,7 +31,8 @@ class Guard:
 
     A round is broken when its loss is not finite, or has jumped: above the median of the last five rounds by more than
     a share of all progress made, and by many times the usual difference between rounds. Until five rounds have shown
-    what is usual, only a loss above them by twice their size counts.
+    what is usual, only a loss above them by twice their size counts; after a climb, one that loses a third of the
+    progress.
 
     A loss that stays up although training has gone back several times has not been broken by training: the data have
     changed. The guard then accepts the new level.
@@ -46,16 +53,20 @@ class Guard:
         if not math.isfinite(loss):
             return state._replace(num_strikes=state.num_strikes + 1), False
         if not state.recent:
-            return GuardState(loss, (loss,)), True
+            first = loss if math.isnan(state.first) else state.first
+            return state._replace(first=first, recent=(loss,), num_strikes=0), True
         if loss > self._limit(state):
             if state.num_strikes < self.max_strikes:
                 return state._replace(num_strikes=state.num_strikes + 1), False
             return GuardState(loss, (loss,)), True
-        return GuardState(state.first, (*state.recent, loss)[-NUM_RECENT:]), True
+        return state._replace(recent=(*state.recent, loss)[-NUM_RECENT:], num_strikes=0), True
 
     def _limit(self, state: GuardState) -> float:
         usual = statistics.median(state.recent[-5:])
         size = max(abs(usual), abs(state.first))
+        if len(state.recent) < 5 and not math.isnan(state.noise):
+            lowest = min(state.recent)
+            return lowest + max(EARLY_SHARE * (state.first - lowest), EARLY_NOISE * state.noise)
         if len(state.recent) < 5:
             return usual + 2 * size if size > 0 else math.inf
         # What is usual is a spread around the trend: a loss that falls fast must not hide one that jumps.
@@ -68,7 +79,7 @@ class Guard:
 
 def pack_guard(state: GuardState) -> dict[str, Any]:
     """A guard's state as plain types."""
-    return {"first": state.first, "recent": list(state.recent), "num_strikes": state.num_strikes}
+    return {"first": state.first, "recent": list(state.recent), "num_strikes": state.num_strikes, "noise": state.noise}
 
 
 def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
@@ -81,6 +92,8 @@ def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
     first = packed["first"]
     if math.isnan(number(first)) and (recent or not (isinstance(first, float) and math.isnan(first))):
         raise ValueError(f"first must be a finite number, but got {shown(first)}")
-    return GuardState(
-        float(first), tuple(map(float, recent[-NUM_RECENT:])), whole_of(packed["num_strikes"], "num_strikes")
-    )
+    noise = packed.get("noise", math.nan)
+    if not (isinstance(noise, float) and math.isnan(noise)) and not number(noise) >= 0:
+        raise ValueError(f"noise must be a number >= 0, or NaN, but got {shown(noise)}")
+    strikes = whole_of(packed["num_strikes"], "num_strikes")
+    return GuardState(float(first), tuple(map(float, recent[-NUM_RECENT:])), strikes, float(noise))

@@ -34,6 +34,10 @@ class Budget:
         self.debt = 0
         """What has been taken and not given back, in healthy rounds."""
 
+    def expect(self, first: float, noise: float) -> None:
+        """A climb is over: what the loss is before training, and how far batches are apart."""
+        self.guard_state = GuardState(first, noise=noise)
+
     def take(self) -> None:
         self.debt = min(self.debt + RECOVERY, RECOVERY * self.max_rollbacks)
 

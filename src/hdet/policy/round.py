@@ -256,6 +256,8 @@ class RoundPolicy:
         if then == "begin again":
             why = "from a hundredth" if climb.num_starts > starts else "after a step that was not finite"
             return True, (f"the climb begins again, {why}, at the first weights",), ()
+        if self.rollback is not None and climb.still:
+            self.rollback.expect(*climb.start_and_noise())
         rate = seen.rate * climb.scale / before
         steering.begin_ramp(climb.warm_steps)
         assert climb.ending is not None
