@@ -110,6 +110,10 @@ class Values:
             return list(schedule)
         return [*schedule, *(share * schedule[0] for share in self.joined)][: len(self.knob_of_group)]
 
+    def scaled(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """This replica's learning rate of each param group, where the schedule gives these to those it knows."""
+        return [lr * factor for lr, factor in zip(self.of_all(schedule), self.factors, strict=True)]
+
     def num_scheduled(self, state: Any) -> int:
         """How many of the param groups, the first ones, the schedule of a saved state knows."""
         num_groups, num_joined = len(self.knob_of_group), len(joined_of(state))
