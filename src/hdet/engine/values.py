@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -84,7 +83,7 @@ class Values:
 
     def schedule_moved(self, old: Sequence[float | Tensor], new: Sequence[float | Tensor]) -> None:
         """Eq. 13: tell the gate that the schedule alone went from ``old`` to ``new``, by param group."""
-        ratios = np.zeros(len(self.steering.scales))
+        ratios = [0.0] * len(self.steering.scales)
         for knob, before, after in zip(self.knob_of_group, self.of_all(old), self.of_all(new), strict=True):
             if before > 0 and after > 0:
                 ratios[knob] = math.log(float(after) / float(before))

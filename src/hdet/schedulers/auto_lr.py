@@ -238,25 +238,26 @@ class AutoLR(RoundScheduler, LRScheduler):
     def _advance_schedule(self) -> None:
         """One step of the schedule among its own values: many compute the next learning rate from the group's last."""
         assert self._loop is not None
-        values, old = self._loop.values, self._schedule_lrs
-        groups, own, new = self.optimizer.param_groups[: len(old)], [], []
-        for k, group in enumerate(groups):
+        values = self._loop.values
+        old, own, new = self._schedule_lrs, [], []
+        groups = known = self.optimizer.param_groups
+        if values.joined:
+            self.optimizer.param_groups = known = groups[: len(old)]
+        for k, group in enumerate(known):
             own.append(group["lr"])
             group["lr"] = old[k]
         try:
-            if values.joined:
-                with self._scheduled_groups():
-                    self.schedule.step()
-            else:
-                self.schedule.step()
+            self.schedule.step()
         finally:
-            for k, group in enumerate(groups):
+            for k, group in enumerate(known):
                 lr = group["lr"]
                 new.append(lr if type(lr) is float else float(lr))
                 group["lr"] = own[k]
+            if values.joined:
+                self.optimizer.param_groups = groups
         if values.joined:
             for part in parts_of(self.schedule):
-                follow_momentum(part, self.optimizer.param_groups, len(new))
+                follow_momentum(part, groups, len(new))
         if values.gated:
             values.schedule_moved(old, new)
         self._schedule_lrs = new

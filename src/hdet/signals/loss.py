@@ -49,7 +49,7 @@ class LossMeter:
         # The everyday case first, in one operation: this runs in every step.
         plain = type(weight) is float and weight == 1.0
         if plain and type(loss) is Tensor and loss.dtype is torch.float32 and loss.dim() == 0:
-            if loss.is_cpu:  # nothing to wait for
+            if loss.is_cpu:  # there is nothing to wait for
                 self.total += loss.item()
             else:
                 self._accumulator(loss.device)[0].add_(loss.detach())
