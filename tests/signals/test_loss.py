@@ -187,8 +187,7 @@ def test_many_small_losses_do_not_lose_precision(dtype: torch.dtype) -> None:
         meter.observe(loss)
     total, weight = meter.drain()
     assert weight == 5000
-    # A handful of float32 losses at a time are added in float32; everything else in float64.
-    assert total / weight == pytest.approx(loss.item(), rel=1e-6 if dtype == torch.float32 else 1e-12)
+    assert total / weight == pytest.approx(loss.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
 from hdet.engine.curve import Curve
+from hdet.engine.place import Where
 from hdet.engine.state import read_round, refuse_copy
 from hdet.engine.tally import Tally
 from hdet.engine.values import Values
@@ -37,6 +38,7 @@ from hdet.signals.gradient import drop_nonfinite
 from hdet.signals.loss import Loss
 
 HISTORY_ROUNDS = 1000
+FLIGHT = Where.FLIGHT
 
 
 class RoundLoop:
@@ -85,7 +87,7 @@ class RoundLoop:
         self._make_local = local or ExitStack
         self._local = self._make_local()
         self._clock = clock
-        self._tally = Tally(self.replicas, updates_alike=averager.shared_gradients)
+        self.tally = Tally(self.replicas, updates_alike=averager.shared_gradients)
         self._resumed_from: int | None = None
         self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self.curve = Curve()
@@ -139,15 +141,22 @@ class RoundLoop:
     def after_optimizer_step(self) -> None:
         """Count it: replicas that share gradients must take the same steps."""
         if not _is_rehearsal(self.optimizer):
-            self._tally.num_updates += 1
+            self.tally.num_updates += 1
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         with self.lock:
-            self._tally.observe(loss, weight)
+            self.tally.observe(loss, weight)
 
     def needs_end_step(self, step: int) -> bool:
-        """Whether :meth:`end_step` would do anything in a step that is not the last; the cheap half of it."""
-        return self.policy.is_due(step) or self.place.needs_step
+        """Whether :meth:`end_step` may have to do anything in a step that is not the last; the cheap half of it."""
+        policy, place = self.policy, self.place
+        climb = policy.climb
+        return (
+            step % policy.interval == 0
+            or (climb is not None and climb.ending is None)
+            or place.is_set_aside
+            or place.where is FLIGHT
+        )
 
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
@@ -221,24 +230,24 @@ class RoundLoop:
         elif not self.policy.climbing:
             self.curve.begin(step, record.base_values)
         self._resumed_from = None
-        self._tally.reset()
+        self.tally.reset()
         for sink in self.sinks:
             sink(record)
 
     def _meet(self, step: int, *, losses_required: bool, asked: bool = False) -> Table:
         """Find out whether replicas can go on together, and bring to all what each has seen. Collectives."""
         self.weights.refuse_join(step)
-        total, weight = self._tally.meter.drain()
+        total, weight = self.tally.meter.drain()
         shapes, finite, state = self.averager.digest(), self.weights.is_healthy(), self.policy.digest()
-        note = Note(step, total, weight, finite, shapes, state, self._tally.num_updates, asked)
+        note = Note(step, total, weight, finite, shapes, state, self.tally.num_updates, asked)
         table = compare_notes(
             self.replicas,
             note,
             losses_required=losses_required,
-            updates_alike=self._tally.updates_alike,
+            updates_alike=self.tally.updates_alike,
             num_steps=self.policy.num_steps(step),
         )
-        self._tally.share(table)
+        self.tally.share(table)
         if not self._joined_shared:
             # Each has taken up new param groups by its own learning rates, which differ.
             self.values.joined = self.replicas.gather(self.values.joined, step=step).mean(axis=(0, 1)).tolist()
@@ -339,7 +348,7 @@ class RoundLoop:
             **self.policy.state_dict(),
             **self.averager.state_dict(climbing=self.policy.climbing),
             "curve": self.curve.state_dict(),
-            "losses": self._tally.state_dict(),
+            "losses": self.tally.state_dict(),
             "num_ranks": self.replicas.count,
             "signals": {signal.name: signal.state_dict() for signal in self.signals},
             "joined": list(self.values.joined),
@@ -351,7 +360,7 @@ class RoundLoop:
         # All is checked here, before anything has changed; nothing below may fail.
         self.weights.reshard()
         parameters = self.weights.anchored()
-        saved = read_round(state, parameters, self.averager.anchor, self.signals, self._tally)
+        saved = read_round(state, parameters, self.averager.anchor, self.signals, self.tally)
         self.averager.outer.check_state(state["outer"], parameters)
         starts = self.knobs.check_starts(state["knobs"])
         curve = Curve.check_state(state["curve"])
@@ -370,7 +379,7 @@ class RoundLoop:
         )
         self.curve.load(curve)
         self.values.joined, self._joined_shared = saved.joined, True
-        self._tally.load(saved.losses)
+        self.tally.load(saved.losses)
         self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None
         for signal in self.signals:
             signal.forget()

@@ -30,7 +30,7 @@ class Tally:
         self.num_updates = 0
         self._shared: FloatArray | None = None
 
-    def observe(self, loss: Loss, weight: Loss) -> None:
+    def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         self.meter.observe(loss, weight)
         self._shared = None
 

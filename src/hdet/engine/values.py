@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -84,7 +83,7 @@ class Values:
 
     def schedule_moved(self, old: Sequence[float | Tensor], new: Sequence[float | Tensor]) -> None:
         """Eq. 13: tell the gate that the schedule alone went from ``old`` to ``new``, by param group."""
-        ratios = np.zeros(len(self.steering.scales))
+        ratios = [0.0] * len(self.steering.scales)
         for knob, before, after in zip(self.knob_of_group, self.of_all(old), self.of_all(new), strict=True):
             if before > 0 and after > 0:
                 ratios[knob] = math.log(float(after) / float(before))
@@ -109,6 +108,10 @@ class Values:
         if not self.joined:
             return list(schedule)
         return [*schedule, *(share * schedule[0] for share in self.joined)][: len(self.knob_of_group)]
+
+    def scaled(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """This replica's learning rate of each param group, where the schedule gives these to those it knows."""
+        return [lr * factor for lr, factor in zip(self.of_all(schedule), self.factors, strict=True)]
 
     def num_scheduled(self, state: Any) -> int:
         """How many of the param groups, the first ones, the schedule of a saved state knows."""

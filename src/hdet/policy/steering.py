@@ -191,21 +191,29 @@ class Steering:
         lrs = {name: row[: self.num_lrs] for name, row in known.items()} if self.panel.moves_lrs else looked.lrs
         return Looked(lrs, knobs)
 
-    def rise(self, log_ratios: FloatArray) -> None:
+    def rise(self, log_ratios: Sequence[float] | FloatArray) -> None:
         """Eq. 13, step by step: the schedule moves by exp(log_ratios); take back what the evidence does not support.
 
         Only a schedule's first rise is a warm-up. The gate of a knob is gone once its schedule has fallen. The ramp
         after a climb goes up here too.
         """
-        self.rising = self.rising & (log_ratios >= 0)
-        unsupported = np.where(self.rising, log_ratios * (1 - self.openness), 0.0)
-        self.scales = np.clip(self.scales * np.exp(-unsupported), self.low, self.high)
-        self.risen = self.risen + np.where(self.rising, log_ratios - unsupported, 0.0)
-        if self.on_ramp:
-            rise = np.where(self.is_lr, math.log((self.ramp_at + 1) / self.ramp_at), 0.0)
-            self.scales = np.clip(self.scales * np.exp(rise), self.low, self.high)
-            self.risen = self.risen + rise
-            self.ramp_at += 1
+        # Number by number: this runs in every step of a warm-up, where arrays of a few entries take ten times as long.
+        scales, risen, rising = self.scales.tolist(), self.risen.tolist(), self.rising.tolist()
+        openness, low, high = self.openness.tolist(), self.low.tolist(), self.high.tolist()
+        ramp = math.log((self.ramp_at + 1) / self.ramp_at) if self.on_ramp else 0.0
+        for k in range(self.num_lrs):
+            ratio = float(log_ratios[k])
+            rising[k] = rising[k] and ratio >= 0
+            if rising[k]:
+                unsupported = ratio * (1 - openness[k])
+                scales[k] = min(max(scales[k] * math.exp(-unsupported), low[k]), high[k])
+                risen[k] += ratio - unsupported
+            if ramp:
+                scales[k] = min(max(scales[k] * math.exp(ramp), low[k]), high[k])
+                risen[k] += ramp
+        self.ramp_at += self.on_ramp
+        # New arrays: records keep those of their rounds.
+        self.scales, self.risen, self.rising = np.array(scales), np.array(risen), np.array(rising)
 
     @property
     def on_ramp(self) -> bool:
@@ -214,7 +222,7 @@ class Steering:
     @property
     def follows_schedule(self) -> bool:
         """Whether :meth:`rise` wants to know how the schedule moves."""
-        return self.on_ramp or bool(self.rising.any())
+        return self.on_ramp or True in self.rising.tolist()
 
     def multiply(self, factor: float) -> None:
         """Move all learning rates."""

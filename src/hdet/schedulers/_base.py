@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, _update_param_group_val
 
 from hdet.checks import numbers_of, shown, whole
 from hdet.engine.rounds import RoundLoop
@@ -183,7 +183,7 @@ class RoundScheduler:
             num_known = len(values.knob_of_group) - len(values.joined)
             if num_known < len(groups):
                 return _with_groups(self.optimizer, groups[:num_known])
-        return nullcontext(groups)  # in every step: no generator where nothing has to change
+        return nullcontext(groups)
 
     def _warn_if_apart(self) -> None:
         if self.weights_apart:
@@ -221,11 +221,40 @@ class RoundScheduler:
         lrs = zip(groups, self._last_lr, strict=False)
         return self.last_epoch >= 0 and all(float(g["lr"]) == float(lr) for g, lr in lrs)
 
+    def _left_alone(self) -> bool:
+        """Whether param groups and learning rates are those of the last step; False where that takes a closer look.
+
+        By identity, which is all that a step has time for: a tensor never is what :meth:`_write_lrs` kept.
+        """
+        groups, last = self.optimizer.param_groups, self._last_lr
+        if len(groups) != len(last):
+            return False
+        for k, group in enumerate(groups):  # noqa: SIM110 - in every step: a generator takes twice as long
+            if group["lr"] is not last[k]:
+                return False
+        return True
+
+    def _write_lrs(self, scheduled: Sequence[float | Tensor]) -> None:
+        """Write the learning rates into the optimizer, from what the schedule gives the param groups that it knows."""
+        assert self._loop is not None
+        values = self._loop.values
+        factors, last = values.factors, []
+        if values.joined:
+            scheduled = values.of_all(scheduled)
+        for k, group in enumerate(self.optimizer.param_groups):
+            lr = scheduled[k] * factors[k]
+            if type(group["lr"]) is float:
+                group["lr"] = lr
+            else:
+                lr = write_lr(group, lr)
+            last.append(lr)
+        self._last_lr = last
+
     def _refuse_foreign_lr(self, *, wait: bool, advice: str) -> None:
         """Raise where somebody else has changed a learning rate. Without ``wait``, none is fetched from a device."""
         for k, (group, mine) in enumerate(zip(self.optimizer.param_groups, self._last_lr, strict=False)):
             lr = group["lr"]
-            if lr is mine or (isinstance(lr, Tensor) and lr.device.type != "cpu" and not wait):
+            if isinstance(lr, Tensor) and lr.device.type != "cpu" and not wait:
                 continue
             if float(lr) != float(mine):
                 name = type(self).__name__
@@ -365,9 +394,10 @@ def lrs_of(saved: Any, name: str, num_groups: int, low: float = 0) -> list[float
     return lrs
 
 
-def write_lr(group: dict[str, Any], value: float) -> None:
-    """Set a group's learning rate; one that is a tensor keeps its identity, for compiled and captured steps."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(value)
-    else:
-        group["lr"] = value
+def write_lr(group: dict[str, Any], value: float | Tensor) -> float | Tensor:
+    """Set a group's learning rate; one that is a tensor keeps its identity, for compiled and captured steps.
+
+    Returns what is there now, a copy of a tensor.
+    """
+    _update_param_group_val(group, "lr", value)
+    return group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]

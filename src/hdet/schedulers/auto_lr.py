@@ -25,7 +25,6 @@ from hdet.schedulers._base import (
     follow_momentum,
     lrs_of,
     refuse_second,
-    write_lr,
 )
 from hdet.schedulers._build import (
     SignalName,
@@ -150,6 +149,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         self.optimizer = optimizer
         self.total_steps = math.inf if total_steps is None else total_steps
         parts = parts_of(schedule)
+        self._counter = _counter_of(schedule)
         self._step = self._schedule_step = self._steps_of_schedule()
         self.base_lrs = [float(lr) for lr in parts[0].base_lrs]
         # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
@@ -193,19 +193,24 @@ class AutoLR(RoundScheduler, LRScheduler):
             loss: this rank's loss of the step, as a number or a one-element float tensor on any device. It is not read
                 before the round ends. Optional with the gradient signal, or where :meth:`observe` is used.
         """
-        loop = self._rounds
-        self._refuse_repeats()
+        loop = self._loop
+        assert loop is not None
+        if not self._knows_caller:
+            self._refuse_repeats()
         with loop.lock:
             step = self._step + 1
-            self._check_alone(wait=loop.policy.is_due(step))
+            last = step == self.total_steps
+            if self._counter.last_epoch != self._schedule_step or not self._left_alone():
+                self._look_closer(step)
             if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
                 self.schedule.step()  # raises, before anything has changed
             if loss is not None:
-                loop.observe(loss)
-            loop.end_step(step, self._scheduled(), last=step == self.total_steps)
+                loop.tally.observe(loss)
+            if last or loop.needs_end_step(step):
+                loop.end_step(step, self._scheduled(), last=last)
             self._advance_schedule()
             self._step = step
-            self._refresh()
+            self._write_lrs(self._scheduled())
 
     @property
     def _step_count(self) -> int:
@@ -216,43 +221,47 @@ class AutoLR(RoundScheduler, LRScheduler):
     def _step_count(self, value: int) -> None:
         """Accelerate counts micro-batches here, too; the steps of AutoLR are the optimizer's."""
 
-    def _check_alone(self, *, wait: bool) -> None:
-        """Raise where something else has stepped the schedule, or written a learning rate."""
-        found = self._steps_of_schedule()
+    def _look_closer(self, step: int) -> None:
+        """Take up param groups that have joined; raise where something else has moved schedule or learning rate."""
+        loop, found = self._rounds, self._steps_of_schedule()
         if found != self._schedule_step:
             name = type(self.schedule).__name__
             raise RuntimeError(
                 f"AutoLR steps the {name} it wraps, but something else has taken it from step {self._schedule_step} to "
                 f"{found}; delete schedule.step() from the loop, and load the state of AutoLR, not that of the {name}"
             )
-        self._refuse_foreign_lr(wait=wait, advice=_ADVICE)
+        self._refuse_foreign_lr(wait=loop.policy.is_due(step), advice=_ADVICE)
 
     def _steps_of_schedule(self) -> int:
-        schedule: Any = self.schedule
-        while not hasattr(schedule, "last_epoch"):  # ChainedScheduler counts through its parts
-            schedule = schedule._schedulers[-1]
-        return int(schedule.last_epoch)
+        return int(self._counter.last_epoch)
 
     def _advance_schedule(self) -> None:
         """One step of the schedule among its own values: many compute the next learning rate from the group's last."""
-        with self._scheduled_groups() as groups:
-            own = [group["lr"] for group in groups]
-            for group, lr in zip(groups, self._schedule_lrs, strict=True):
-                group["lr"] = lr
-            try:
-                self.schedule.step()
-                new = [float(group["lr"]) for group in groups]
-            finally:
-                for group, lr in zip(groups, own, strict=True):
-                    group["lr"] = lr
-        values = self._rounds.values
+        assert self._loop is not None
+        values = self._loop.values
+        old, own, new = self._schedule_lrs, [], []
+        groups = known = self.optimizer.param_groups
+        if values.joined:
+            self.optimizer.param_groups = known = groups[: len(old)]
+        for k, group in enumerate(known):
+            own.append(group["lr"])
+            group["lr"] = old[k]
+        try:
+            self.schedule.step()
+        finally:
+            for k, group in enumerate(known):
+                lr = group["lr"]
+                new.append(lr if type(lr) is float else float(lr))
+                group["lr"] = own[k]
+            if values.joined:
+                self.optimizer.param_groups = groups
         if values.joined:
             for part in parts_of(self.schedule):
-                follow_momentum(part, self.optimizer.param_groups, len(groups))
+                follow_momentum(part, groups, len(new))
         if values.gated:
-            values.schedule_moved(self._schedule_lrs, new)
+            values.schedule_moved(old, new)
         self._schedule_lrs = new
-        self._schedule_step = self._steps_of_schedule()
+        self._schedule_step = self._counter.last_epoch
 
     def cooldown(self, steps: int) -> None:
         """Anneal the learning rates to zero within ``steps`` steps, along a line, from wherever they are; then it ends.
@@ -316,17 +325,13 @@ class AutoLR(RoundScheduler, LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
-        values = self._rounds.values
-        return [lr * factor for lr, factor in zip(values.of_all(self._scheduled()), values.factors, strict=True)]
+        return self._rounds.values.scaled(self._scheduled())
 
     def _first_lr(self) -> float:
         return self._scheduled()[0]
 
     def _refresh(self) -> None:
-        groups = self.optimizer.param_groups
-        for group, lr in zip(groups, self.get_lr(), strict=True):
-            write_lr(group, float(lr))
-        self._last_lr = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
+        self._write_lrs(self._scheduled())
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -386,6 +391,11 @@ class AutoLR(RoundScheduler, LRScheduler):
         self._schedule_lrs = lrs
         self._cool(cooling)
         self._refresh()
+
+
+def _counter_of(schedule: Any) -> Any:
+    """What has the number of a schedule's steps: ChainedScheduler counts through its parts."""
+    return schedule if hasattr(schedule, "last_epoch") else _counter_of(schedule._schedulers[-1])
 
 
 def _cooling_of(saved: Any) -> tuple[int, int, float] | None:

@@ -211,15 +211,8 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier. A pure read."""
         _warn_get_lr_called_within_step(self)  # as torch does
-        lrs = self._torch_lrs(self.last_epoch) if self._schedule_lrs is None else list(self._schedule_lrs)
-        loop = self._loop
-        if loop is None:
-            return lrs
-        lrs = loop.values.of_all(lrs)
-        # One replica has no spread, but may go on with the scale that several have learned.
-        if not loop.active and all(factor == 1 for factor in loop.values.factors):
-            return lrs
-        return [lr * factor for lr, factor in zip(lrs, loop.values.factors, strict=True)]
+        lrs = self._torch_lrs(self.last_epoch) if self._schedule_lrs is None else self._schedule_lrs
+        return list(lrs) if self._loop is None else self._loop.values.scaled(lrs)
 
     def _update_lr(self, epoch: int | None = None) -> None:
         """Take the schedule to a step, the next one by default, and write the learning rates.
@@ -227,22 +220,23 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         Every way that torch has of moving a schedule comes through here.
         """
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        self._move_schedule()
-        super()._update_lr(self.last_epoch)
-
-    def _move_schedule(self) -> None:
-        """What the schedule alone gives now, the momentum included; tell the gate by how much it rose."""
-        with self._scheduled_groups() as groups:
+        if self._loop is None:
+            self._schedule_lrs = self._own_lrs()
+            super()._update_lr(self.last_epoch)
+            return
+        values, old = self._loop.values, self._schedule_lrs
+        if values.joined or self._decay != "schedule":
+            with self._scheduled_groups() as groups:
+                lrs = self._own_lrs()
+                if self._decay != "schedule" and self.last_epoch > self._decay_from:
+                    lrs = self._geometric_lrs()
+            follow_momentum(self, self.optimizer.param_groups, len(groups))
+        else:
             lrs = self._own_lrs()
-            if self._decay != "schedule" and self.last_epoch > self._decay_from:
-                lrs = self._geometric_lrs()
-        old, self._schedule_lrs = self._schedule_lrs, lrs
-        if self._loop is not None:
-            values = self._loop.values
-            if values.joined:
-                follow_momentum(self, self.optimizer.param_groups, len(groups))
-            if old is not None and values.gated:
-                values.schedule_moved(old, lrs)
+        self._schedule_lrs = lrs
+        if values.gated and old is not None:
+            values.schedule_moved(old, lrs)
+        self._write_lrs(lrs)
 
     def _first_lr(self) -> float:
         return float(self._schedule_lrs[0]) if self._schedule_lrs else 0.0
@@ -266,7 +260,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         """What OneCycleLR gives now; it writes the momentum too, where it cycles that."""
         before, self._get_lr_called_within_step = self._get_lr_called_within_step, True
         try:
-            return super().get_lr()
+            return OneCycleLR.get_lr(self)
         finally:
             self._get_lr_called_within_step = before
 
@@ -297,20 +291,26 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         if loop is None:
             super().step()
             return
-        self._refuse_repeats()
+        if not self._knows_caller:
+            self._refuse_repeats()
         with loop.lock:
             if not self._is_initial:
-                loop = self._rounds
-                if loss is not None:
-                    loop.observe(loss)
                 step, total_steps = self.last_epoch + 1, self.total_steps
-                if loop.active and self._schedule_lrs is not None:  # else it is OneCycleLR, which overwrites all
-                    advice = "OneCycleAutoLR has its own schedule; AutoLR(schedule) goes around any others"
-                    self._refuse_foreign_lr(wait=loop.policy.is_due(step), advice=advice)
+                if not self._left_alone():
+                    self._look_closer(step)
+                if loss is not None:
+                    loop.tally.observe(loss)
                 due = step == total_steps or (step < total_steps and loop.needs_end_step(step))  # beyond, torch raises
                 if due and self._schedule_lrs is not None:  # inside SequentialLR a first step only starts the schedule
                     loop.end_step(step, self._schedule_lrs, last=step == total_steps)
-            super().step()
+            OneCycleLR.step(self)
+
+    def _look_closer(self, step: int) -> None:
+        """Take up param groups that have joined; raise where somebody else has written a learning rate."""
+        loop = self._rounds
+        if loop.active and self._schedule_lrs is not None:  # else it is OneCycleLR, which overwrites all
+            advice = "OneCycleAutoLR has its own schedule; AutoLR(schedule) goes around any others"
+            self._refuse_foreign_lr(wait=loop.policy.is_due(step), advice=advice)
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,6 @@ from hdet.signals.base import Reading, Signal
 
 Loss = Tensor | float
 
-FEW = 8
-"""So many float32 losses are summed in float32, which is faster, before their sum goes into a float64."""
-
 
 class LossSignal(Signal):
     """Compares replicas by the losses they train on. Every mode collects these: there is nothing else to measure."""
@@ -46,22 +43,17 @@ class LossMeter:
         self.total = 0.0
         self.weight = 0.0
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._few: Tensor | None = None
-        self._num_few = 0
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         """Add one loss: a tensor with a single float, or a number."""
-        # The everyday case first: this runs in every step.
+        # The everyday case first, in one operation: this runs in every step.
         plain = type(weight) is float and weight == 1.0
-        if plain and isinstance(loss, Tensor) and loss.dtype is torch.float32 and loss.dim() == 0:
-            if self._few is None or self._few.device != loss.device:
-                self._flush()
-                self._few = torch.zeros((), device=loss.device)
-            self._few.add_(loss.detach())
+        if plain and type(loss) is Tensor and loss.dtype is torch.float32 and loss.dim() == 0:
+            if loss.is_cpu:  # there is nothing to wait for
+                self.total += loss.item()
+            else:
+                self._accumulator(loss.device)[0].add_(loss.detach())
             self.weight += 1.0
-            self._num_few += 1
-            if self._num_few == FEW:
-                self._flush()
             return
         if isinstance(weight, Tensor):
             weight = _scalar(weight, "weight")
@@ -95,7 +87,6 @@ class LossMeter:
         Draining moves the sums rather than copying them, so that a run which was saved here and one which goes on
         add the following losses in the same order and stay equal to the last bit.
         """
-        self._flush()
         for total, weight in self._on_device.values():
             self.total += total.item()
             self.weight += weight.item()
@@ -105,14 +96,7 @@ class LossMeter:
 
     def reset(self, total: float = 0.0, weight: float = 0.0) -> None:
         self._on_device.clear()
-        self._few, self._num_few = None, 0
         self.total, self.weight = total, weight
-
-    def _flush(self) -> None:
-        if self._few is not None and self._num_few:
-            self._accumulator(self._few.device)[0].add_(self._few)
-            self._few.zero_()
-            self._num_few = 0
 
     def _accumulator(self, device: torch.device) -> tuple[Tensor, Tensor]:
         sums = self._on_device.get(device)
