@@ -142,7 +142,9 @@ def picture(records: list[Record]) -> str:
     for name in (*SCHEDULES, "auto"):
         label = "AutoLR, no schedule" if name == "auto" else f"fixed, {name.replace('wsd', 'constant then linear')}"
         kind = "auto" if name == "auto" else f"fixed {name}"
-        parts.append(f'<polyline class="{kind}" points="{x},16 {x + 30},16"/><text x="{x + 37}" y="20.5">{label}</text>')
+        parts.append(
+            f'<polyline class="{kind}" points="{x},16 {x + 30},16"/><text x="{x + 37}" y="20.5">{label}</text>'
+        )
         x += 52 + 7 * len(label)
     width = (WIDTH - LEFT - 14 - (len(records) - 1) * (GAP + LEFT)) / len(records)
     for number, record in enumerate(records):
@@ -153,7 +155,7 @@ def picture(records: list[Record]) -> str:
 def _panel(record: Record, left: float, width: float) -> list[str]:
     losses = [run.loss for run in record.runs if math.isfinite(run.loss)]
     low, high = min(losses), max(losses)
-    step = 0.1 * 2 ** math.ceil(math.log2(max(high - low, 0.1) / 0.6))
+    step = 0.1 * 2.0 ** math.ceil(math.log2(max(high - low, 0.1) / 0.6))
     low, high = step * math.floor(low / step), step * math.ceil(high / step)
     decades = [math.log10(run.lr) for run in record.runs]
     first, last = math.floor(min(decades)), math.ceil(max(decades))
@@ -169,13 +171,17 @@ def _panel(record: Record, left: float, width: float) -> list[str]:
     for i in range(round((high - low) / step) + 1):
         at = y(low + i * step)
         parts.append(f'<line class="grid" x1="{left:.1f}" x2="{left + width:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="small" text-anchor="end" x="{left - 7}" y="{at + 4:.1f}">{low + i * step:.1f}</text>')
+        parts.append(
+            f'<text class="small" text-anchor="end" x="{left - 7}" y="{at + 4:.1f}">{low + i * step:.1f}</text>'
+        )
     for decade in range(first, last + 1, 2):
         label = f"1e{decade}" if decade else "1"
         at = x(10.0**decade)
         parts.append(f'<text class="small" text-anchor="middle" x="{at:.1f}" y="{floor + 18}">{label}</text>')
     middle = left + width / 2
-    parts.append(f'<text class="small" text-anchor="middle" x="{middle:.1f}" y="{floor + 38}">learning rate given</text>')
+    parts.append(
+        f'<text class="small" text-anchor="middle" x="{middle:.1f}" y="{floor + 38}">learning rate given</text>'
+    )
     for name in (*SCHEDULES, "auto"):
         kind = "auto" if name == "auto" else "fixed"
         points = " ".join(f"{x(lr):.1f},{y(loss):.1f}" for lr, loss in record.medians(name))

@@ -22,9 +22,10 @@ class PlainRoles(griffe.Extension):
 
 
 def plain(text: str) -> str:
+    """A docstring in Markdown."""
     text = ROLE.sub(lambda match: f"`{match[2].rpartition('.')[2] if match[1] else match[2]}`", text)
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
-    text = re.sub(r":math:`\\?([^`]+)`", r"`\1`", text)
+    text = re.sub(r":math:`([^`]+)`", lambda match: f"`{_formula(match[1])}`", text)
     text = re.sub(r"^\.\. math:: (.+)$", lambda match: f"`{_formula(match[1])}`", text, flags=re.MULTILINE)
     return re.sub(r"^\.\. math::\n+((?: +.+\n)+)", lambda match: _block(match[1]), text, flags=re.MULTILINE)
 
@@ -39,6 +40,8 @@ def _formula(tex: str) -> str:
         (r"\\(?:bar|overline)(?:\{([^}]*)\}| ?(\\?\w+))", r"mean(\1\2)"),
         (r"\\quad", " "),
         (r"\\leftarrow", "<-"),
+        (r"\\le\b", "<="),
+        (r"\\pm\b", "+-"),
         (r" *&= *", " = "),
         (r" *&\\?<- *", " <- "),
         (r" *\\\\$| *& *", "  "),

@@ -157,7 +157,9 @@ def test_an_auto_lr_that_was_made_before_prepare_climbs() -> None:
     net = Model()
     optimizer = torch.optim.AdamW(net.parameters())
     own = AutoLR(optimizer, total_steps=100)
-    net, optimizer, batches = accelerator.prepare(net, optimizer, torch.utils.data.DataLoader(Samples(400), batch_size=4))
+    net, optimizer, batches = accelerator.prepare(
+        net, optimizer, torch.utils.data.DataLoader(Samples(400), batch_size=4)
+    )
     scheduler = HDETScheduler(accelerator, own)
     for batch in batches:
         loss = net(**batch)["loss"]
