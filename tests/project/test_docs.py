@@ -75,6 +75,18 @@ def test_the_quickstart_on_several_processes(tmp_path: Path, monkeypatch: pytest
     assert one == other > 0
 
 
+def test_the_log_is_silenced_and_redirected_as_the_faq_says(tmp_path: Path) -> None:
+    """In a process without any logging: pytest has handlers of its own."""
+    redirected, silent = _blocks("docs/faq.md")[-1].splitlines()
+    script = ["import logging", "from hdet.notices import tell"]
+    script += [redirected, "tell('written')", silent, "tell('unheard')"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", "\n".join(script)]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert (tmp_path / "hdet.log").read_text() == "written\n"
+
+
 def test_diffs_are_of_python() -> None:
     """Both sides of each diff can be parsed, up to what stands around them."""
     diffs = [block for page in PAGES for block in _blocks(page, "diff")]
