@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 LOGGER = logging.getLogger("hdet")
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 # Run by the tests of what they document, which set the scene: processes, models, trainers.
-ELSEWHERE = {"docs/tasks.md", "docs/frameworks.md", "docs/frameworks_core.md"}
+ELSEWHERE = {"docs/lab.md", "docs/frameworks.md", "docs/frameworks_core.md"}
 
 
 def _blocks(page: str, language: str = "python") -> list[str]:

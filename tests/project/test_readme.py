@@ -52,7 +52,7 @@ def test_the_diff_goes_from_a_loop_that_trains_to_one(without: str, name: str) -
 
 def test_the_line_it_shows_is_what_a_run_says(caplog: pytest.LogCaptureFixture) -> None:
     """Up to numbers and reason: the README shows the end of a climb."""
-    shown = next(line for block in _blocks("text") for line in block.splitlines() if line.startswith("hdet: "))
+    shown = next(" ".join(block.split()) for block in _blocks("text") if block.startswith("hdet: "))
     names: dict[str, Any] = {"torch": torch, "model": Net(), "loader": [torch.randn(8, 4) for _ in range(60)]}
     with caplog.at_level("INFO", logger="hdet"):
         exec(compile(_lines_of_diff("-"), "README.md", "exec"), names)
