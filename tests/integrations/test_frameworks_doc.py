@@ -112,6 +112,65 @@ def test_the_accelerate_block_runs(tmp_path: Path) -> None:
     assert len(names["scheduler"].history) == 2
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_block_without_a_schedule_runs(tmp_path: Path) -> None:
+    pl = pytest.importorskip("lightning.pytorch", reason="pip install 'hdet[lightning]'")
+    transformers = pytest.importorskip("transformers", reason="pip install 'hdet[transformers]'")
+    from hdet.integrations.lightning import HDETCallback
+    from hdet.integrations.transformers import HDETTrainerCallback
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=100, report_to=[], disable_tqdm=True, save_strategy="no"
+    )
+    names: dict[str, Any] = {"torch": torch, "transformers": transformers, "AutoLR": AutoLR, "arguments": arguments}
+    names |= {"net": Model(), "samples": Samples(64), "HDETTrainerCallback": HDETTrainerCallback}
+    exec(compile(_section("Without a schedule"), "frameworks.md", "exec"), names)
+    names["hf_trainer"].train()
+    assert names["optimizers"][1].found().climb_steps > 0
+
+    class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
+        configure_optimizers = names["configure_optimizers"]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.inner(**batch)["loss"]
+
+    callback = HDETCallback()
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_steps=100, callbacks=[callback], **options)
+    trainer.fit(Module(), torch.utils.data.DataLoader(Samples(400), batch_size=4))
+    assert isinstance(callback.scheduler, AutoLR)
+    assert callback.scheduler.found().climb_steps > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_auto_lr_that_was_made_before_prepare_climbs() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="pip install 'hdet[accelerate]'")
+    from hdet.integrations.accelerate import HDETScheduler
+
+    accelerate.state.AcceleratorState._reset_state()
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = Model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    own = AutoLR(optimizer, total_steps=100)
+    net, optimizer, batches = accelerator.prepare(
+        net, optimizer, torch.utils.data.DataLoader(Samples(400), batch_size=4)
+    )
+    scheduler = HDETScheduler(accelerator, own)
+    for batch in batches:
+        loss = net(**batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step(loss)
+        optimizer.zero_grad()
+    assert own.last_epoch == 100
+    assert own.found().climb_steps > 0
+
+
 def test_the_sinks_block_runs(tmp_path: Path) -> None:
     optimizer = make_optimizer(Model())
     scheduler = AutoLR(make_schedule(optimizer), interval=2)

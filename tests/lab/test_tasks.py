@@ -34,7 +34,7 @@ from hdet.lab.tasks.feed_data import LIKED, PADDING, WATCHED, WATCHED_LONG
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data"
-DOCS = ROOT / "docs" / "tasks.md"
+DOCS = ROOT / "docs" / "lab.md"
 SMALL: dict[str, Any] = {
     "context": 8,
     "num_layers": 1,
