@@ -8,6 +8,8 @@ UNKNOWN_INTERVAL = 20
 LATE_SHARE, LONGEST_FALL = 0.2, 0.45
 DECAY_SHARE = 0.3
 """Of a run without a schedule: the steps at its end in which the learning rate falls, along a line, to zero."""
+KEEP_SHARE, KEEP_STEPS = 0.2, 200
+"""Of the run: when a scale that leaves the schedule's shape alone is found; and in a run of unknown length."""
 MIN_CLIMB, MIN_CLIMB_WITH_LR = 100, 200
 """Steps of a run that is long enough to climb: a learning rate and a schedule that are fine make up for more."""
 
@@ -27,6 +29,11 @@ def constant_then_linear(step: int, total_steps: int | None = None) -> float:
     if total_steps is None:
         return 1.0
     return min(1.0, max(total_steps - step, 0) / (DECAY_SHARE * total_steps))
+
+
+def keep_start(total_steps: int | None) -> float:
+    """The step from which the scale holds still where the schedule's shape is to be kept."""
+    return KEEP_STEPS if total_steps is None else KEEP_SHARE * total_steps
 
 
 def hold_start(total_steps: int, shape: Sequence[float] = ()) -> float:

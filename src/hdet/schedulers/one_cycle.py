@@ -298,6 +298,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
             super().step()
             return
         self._refuse_repeats()
+        self._habits.stepped(loss)
         with loop.lock:
             if not self._is_initial:
                 loop = self._rounds
