@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-UNKNOWN_INTERVAL = 20
+UNKNOWN_INTERVAL, MAX_INTERVAL = 20, 50
 LATE_SHARE, LONGEST_FALL = 0.2, 0.45
 DECAY_SHARE = 0.3
 """Of a run without a schedule: the steps at its end in which the learning rate falls, along a line, to zero."""
@@ -16,7 +16,7 @@ MIN_CLIMB, MIN_CLIMB_WITH_LR = 100, 200
 
 def default_interval(total_steps: int | None) -> int:
     """T where none is given: a hundredth of the run, but steps enough to tell an error, and not more than 50."""
-    return UNKNOWN_INTERVAL if total_steps is None else min(max(total_steps // 100, 4), 50)
+    return UNKNOWN_INTERVAL if total_steps is None else min(max(total_steps // 100, 4), MAX_INTERVAL)
 
 
 def has_time_to_climb(total_steps: int | None, *, lr_given: bool) -> bool:
