@@ -318,9 +318,11 @@ def test_a_callback_of_transformers_may_be_passed_to_the_trainer(tmp_path: Any, 
     callback = HDETTrainerCallback(interval=2)
     trainer = _trainer(callbacks=[callback])
     trainer.train()
+    assert callback.scheduler is not None
     assert trainer.lr_scheduler is callback.scheduler
-    assert [record.step for record in trainer.lr_scheduler.history] == [2, 4]
-    assert all(loss > 0 for record in trainer.lr_scheduler.history for loss in record.losses)
+    history = callback.scheduler.history
+    assert [record.step for record in history] == [2, 4]
+    assert all(loss > 0 for record in history for loss in record.losses)
     with pytest.raises(ValueError, match="HDETTrainerCallback must be given to one Trainer, but it is that of another"):
         _trainer(callbacks=[callback])
 
@@ -331,7 +333,9 @@ def test_a_callback_of_transformers_that_comes_too_late_says_so() -> None:
 
     trainer = _trainer()
     trainer.add_callback(HDETTrainerCallback())
-    message = r"but was added later, .* write Trainer\(..., callbacks=\[HDETTrainerCallback\(\)\]\), or HDETTrainerCallback.att"
+    message = (
+        r"was added later, .* write Trainer\(..., callbacks=\[HDETTrainerCallback\(\)\]\), or HDETTrainerCallback.at"
+    )
     with pytest.raises(RuntimeError, match=message):
         trainer.train()
 

@@ -71,7 +71,7 @@ def test_lightning_says_what_it_needs() -> None:
 
 
 @pytest.mark.parametrize("with_schedule", [True, False])
-def test_lightning_continues_a_run_without_hdet(tmp_path: Path, with_schedule: bool) -> None:  # noqa: FBT001
+def test_lightning_continues_a_run_without_hdet(tmp_path: Path, with_schedule: bool) -> None:
     pl = pytest.importorskip("lightning.pytorch", reason="pip install 'hdet[lightning]'")
     from hdet.integrations.lightning import HDETCallback
 
@@ -105,7 +105,7 @@ def test_the_progress_bar_shows_small_learning_rates() -> None:
 
     shown: list[Any] = []
 
-    class Bar(pl.callbacks.TQDMProgressBar):  # type: ignore[misc]
+    class Bar(pl.callbacks.TQDMProgressBar):  # type: ignore[misc,name-defined]
         def get_metrics(self, trainer: Any, pl_module: Any) -> Any:
             return super().get_metrics(trainer, pl_module)
 
@@ -132,10 +132,9 @@ def test_transformers_continues_a_run_without_hdet(tmp_path: Path) -> None:
             str(tmp_path), use_cpu=True, max_steps=400, report_to=[], disable_tqdm=True, save_strategy="steps",
             save_steps=4, per_device_train_batch_size=4, dataloader_pin_memory=False, learning_rate=0.01,
         )  # fmt: skip
-        found = transformers.Trainer(
+        return transformers.Trainer(
             model=task.Model(), args=arguments, train_dataset=task.Samples(64), callbacks=[*callbacks, _Stop()]
         )
-        return found
 
     class _Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

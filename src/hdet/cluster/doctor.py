@@ -50,7 +50,7 @@ class DoctorOptions(Options):
     tensors: int = 100
     """Tensors of the stand-in."""
     method: Method = "gradient"
-    """What to check: AutoLR with the gradient signal, its default, or with the loss signal; or OneCycleAutoLR (paper)."""
+    """What to check: AutoLR with the gradient signal, its default, or the loss signal; or OneCycleAutoLR (paper)."""
     interval: int | None = None
     """T, steps of a round; default 50 with the gradient signal, AutoLR's own in a long run, else 1000."""
     step_ms: float | None = None

@@ -84,8 +84,8 @@ class HDETTrainerCallback(TrainerCallback):
         if self.scheduler is None:
             name = type(self).__name__
             raise RuntimeError(
-                f"{name} must be there when the Trainer is made, but was added later, when it can no longer replace the "
-                f"schedule; write Trainer(..., callbacks=[{name}()]), or {name}.attach(trainer) before trainer.train()"
+                f"{name} must be there when the Trainer is made, but was added later, when it cannot replace the "
+                f"schedule any more; write Trainer(..., callbacks=[{name}()]), or {name}.attach(trainer) before trainer.train()"
             )
 
     def _wrap_schedule(self, trainer: Any) -> None:
