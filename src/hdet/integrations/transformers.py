@@ -85,7 +85,7 @@ class HDETTrainerCallback(TrainerCallback):
             name = type(self).__name__
             raise RuntimeError(
                 f"{name} must be there when the Trainer is made, but was added later, when it cannot replace the "
-                f"schedule any more; write Trainer(..., callbacks=[{name}()]), or {name}.attach(trainer) before trainer.train()"
+                f"schedule; write Trainer(..., callbacks=[{name}()]), or {name}.attach(trainer) before train()"
             )
 
     def _wrap_schedule(self, trainer: Any) -> None:

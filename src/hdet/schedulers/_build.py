@@ -26,7 +26,7 @@ from hdet.policy.panel import NO_PANEL, Panel
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import Steering
-from hdet.policy.timing import default_interval, has_time_to_climb, hold_start, keep_start
+from hdet.policy.timing import default_interval, has_time_to_climb, hold_start, is_kept, keep_start
 from hdet.replicas.find import find_replicas, refuse_shared_gradients
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import check_parameters, refuse_copies, shape_digest, trained_parameters
@@ -100,8 +100,10 @@ def auto_settings(
     cold = step <= 0 and starts_cold(total, common.interval)
     first_scale = FIRST_SCALES[signal] if cold else 1.0
     start = 0 if climb is not None and adapt.start_steps is None else common.start_steps
-    told = adapt.controller is not None or adapt.hold_share is not None
-    if adapt.shape == "keep" or (adapt.shape is None and has_steps and signal == "gradient" and not told):
+    given = (adapt.controller, adapt.hold_share, adapt.gated, adapt.first_scale)
+    told = adapt.climb is False or any(each is not None for each in given)  # a start far off needs time to move
+    kept = signal == "gradient" and not told and is_kept(total, lr_given=lr_given, has_steps=has_steps)
+    if adapt.shape == "keep" or (adapt.shape is None and kept):
         hold = keep_start(total)
     elif total is None:
         hold = math.inf
