@@ -257,7 +257,7 @@ def test_no_learning_rate_exceeds_max_lr_in_the_climb_neither(make: Make) -> Non
 def test_max_lr_by_param_group() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.02}]
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.02}]
     optimizer = torch.optim.SGD(groups, lr=0.01)
     scheduler = AutoLR(
         LambdaLR(optimizer, lambda s: 1.0),
