@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Python compiles a module when it is first imported; compiling all of torch would take the demo longer than the download.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test browser lint types format bench soak docs clean
+.PHONY: demo test browser lint types format bench soak matrix docs clean
 
 .venv/.demo: pyproject.toml
 	@echo "Setting up .venv: torch and the packages of the demo, about a minute."
@@ -49,6 +49,10 @@ bench: .venv/.ready
 soak: .venv/.ready
 	$(BIN)/python tests/support/soak.py --scenarios 200 --seed 0
 	$(BIN)/python tests/support/fuzz_state.py --mutations 10000 --seed 5
+
+# The wheel, without extras, on every Python of this machine; TORCH_EACH=torch==... installs torch on each.
+matrix: .venv/.ready
+	TORCH="$(TORCH_EACH)" tools/matrix.sh
 
 docs: .venv/.ready
 	$(PIP) -e ".[docs]"

@@ -14,6 +14,7 @@ from hdet.weights.outer import OuterStep, StatePolicy
 
 AnchorChoice = Literal["start", "round"] | int
 Groups = Literal["together", "each"]
+Shape = Literal["free", "keep"]
 Device = torch.device | str | None
 
 
@@ -60,6 +61,13 @@ class Adapt(_Options):
             else 0; none after a climb.
         hold_share: share of ``total_steps`` at the end in which the scale holds still; default with the gradient signal
             the schedule's final decay where that is a late one, else a fifth, with the loss signal a twentieth.
+        shape: what becomes of the schedule's shape. ``"free"``: the scale moves until the final decay, and the learning
+            rate goes its own way. ``"keep"``: one factor is found in the first fifth of the run (200 steps where its
+            length is unknown); from there on the schedule is followed exactly, unless a round has to be undone.
+            Default with the gradient signal ``"keep"`` where the schedule has steps or periods (StepLR, MultiStepLR,
+            CyclicLR, CosineAnnealingWarmRestarts, and any around one of them) and in a run that climbs of fewer than
+            400 steps, else ``"free"``; ``"free"`` where ``controller``, ``hold_share``, ``gated``, ``first_scale`` or
+            ``climb=False`` is given.
         bounds: the scale stays inside.
         sample_every: steps between samples of the gradient signal; default every step, at most 64 a round; with more
             than ten million parameters every eighth step, or as often as four samples a round need.
@@ -81,6 +89,7 @@ class Adapt(_Options):
     first_scale: float | None = None
     start_steps: int | None = None
     hold_share: float | None = None
+    shape: Shape | None = None
     bounds: tuple[float, float] = (1e-12, 1e12)
     sample_every: int | None = None
     assignment: Literal["balanced", "permutation"] = "balanced"
@@ -101,6 +110,13 @@ class Adapt(_Options):
         require(fine, "start_steps", "an integer >= 0", self.start_steps)
         fine = self.hold_share is None or 0 <= number(self.hold_share) < 1
         require(fine, "hold_share", "in [0, 1)", self.hold_share)
+        if self.shape is not None:
+            require_one_of("shape", self.shape, "free", "keep")
+        if self.shape == "keep" and self.hold_share is not None:
+            raise ValueError(
+                f'hold_share must be left out with shape="keep", which holds the scale from the first fifth of the run '
+                f"on; got hold_share={self.hold_share!r}"
+            )
         pair = self.bounds
         fine = isinstance(pair, (tuple, list)) and len(pair) == 2 and 0 < number(pair[0]) <= 1 <= number(pair[1])
         require(fine, "bounds", "a pair (low, high) with 0 < low <= 1 <= high < inf", pair)

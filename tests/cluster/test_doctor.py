@@ -44,7 +44,12 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_four_local_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--replicas", "4", "--interval", "50", "--max-share", "1", "--json", *SMALL]) == 0
+    assert (
+        cli.main(
+            ["doctor", "--method", "loss", "--replicas", "4", "--interval", "50", "--max-share", "1", "--json", *SMALL]
+        )
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     assert report["ranks"] == report["replicas"] == 4
     assert (report["parameters"], report["tensors"]) == (20_000, 3)
@@ -62,14 +67,16 @@ def test_four_local_processes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_process_is_not_enough_to_compare(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--method", method, *SMALL]) == 1
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "T = 50 " not in shown
     assert re.search(rf"problem: --method {method} compares replicas .* at least 2, but found 1; start more", shown)
     assert "HDET will work here" not in shown
 
 
 def test_the_gradient_signal_needs_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--method", "gradient", "--max-share", "1", *SMALL]) == 0
+    assert cli.main(["doctor", "--max-share", "1", *SMALL]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"T = 1000 \(chosen\) +\d+\.\d+% +\d+\.\d+%", shown)
+    assert "what --method gradient costs" in shown
+    assert re.search(r"T = 50 \(chosen\) +\d+\.\d+% +\d+\.\d+%", shown)
     assert "HDET will work here." in shown
 
 

@@ -250,6 +250,9 @@ def test_make_builds_another_scheduler(framework: str) -> None:
         ({"schedule": 2}, TypeError, "arguments of AutoLR, but got schedule"),
         ({"sinks": print}, TypeError, "sinks must be a list of sinks, see hdet.sinks, but got <built-in"),
         ({"sinks": ["rounds.jsonl"]}, TypeError, "sinks must be a list of sinks"),
+        ({"interval": 0}, ValueError, "interval must be an integer >= 1, but got interval=0"),
+        ({"signal": "grad"}, ValueError, "signal must be one of .*, but got signal='grad'"),
+        ({"adapt": {"spread": 0.1}}, TypeError, "adapt must be an hdet.Adapt, but got dict"),
         ({"make": 3}, TypeError, "make must be a function of a schedule, but got int"),
         ({"make": AutoLR, "interval": 2}, ValueError, "settings must be empty with make.*but got \\['interval'\\]"),
     ],
@@ -307,17 +310,60 @@ def test_an_explorer_of_the_learning_rate_takes_the_place_of_no_schedule() -> No
     assert explorer.last_epoch == STEPS
 
 
-def test_a_callback_of_transformers_that_was_not_attached_says_so() -> None:
+def test_a_callback_of_transformers_may_be_passed_to_the_trainer(tmp_path: Any, monkeypatch: Any) -> None:
     pytest.importorskip("transformers", reason="pip install 'hdet[transformers]'")
     from hdet.integrations.transformers import HDETTrainerCallback
 
-    message = r"HDETTrainerCallback must be attached to the Trainer.*call HDETTrainerCallback.attach\(trainer\) before"
-    with pytest.raises(RuntimeError, match=message):
-        _trainer(callbacks=[HDETTrainerCallback()])
+    monkeypatch.chdir(tmp_path)
+    callback = HDETTrainerCallback(interval=2)
+    trainer = _trainer(callbacks=[callback])
+    trainer.train()
+    assert callback.scheduler is not None
+    assert trainer.lr_scheduler is callback.scheduler
+    history = callback.scheduler.history
+    assert [record.step for record in history] == [2, 4]
+    assert all(loss > 0 for record in history for loss in record.losses)
+    with pytest.raises(ValueError, match="HDETTrainerCallback must be given to one Trainer, but it is that of another"):
+        _trainer(callbacks=[callback])
+
+
+def test_a_callback_of_transformers_that_comes_too_late_says_so() -> None:
+    pytest.importorskip("transformers", reason="pip install 'hdet[transformers]'")
+    from hdet.integrations.transformers import HDETTrainerCallback
+
     trainer = _trainer()
     trainer.add_callback(HDETTrainerCallback())
+    message = (
+        r"was added later, .* write Trainer\(..., callbacks=\[HDETTrainerCallback\(\)\]\), or HDETTrainerCallback.at"
+    )
     with pytest.raises(RuntimeError, match=message):
         trainer.train()
+
+
+def test_attaching_twice_is_refused(framework: str) -> None:
+    module = importlib.import_module(f"hdet.integrations.{framework}")
+    twice = "must be attached to once, but hdet is attached to this one already; delete one line"
+    if framework == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator, scheduler = Accelerator(cpu=True), AutoLR(task.make_schedule(task.make_optimizer(task.Model())))
+        first = module.HDETScheduler(accelerator, scheduler)
+        with pytest.raises(ValueError, match="AutoLR must have one HDETScheduler, but this accelerator has one for it"):
+            module.HDETScheduler(accelerator, scheduler)
+        with pytest.raises(TypeError, match="but it is an HDETScheduler already"):
+            module.HDETScheduler(accelerator, first)
+        with pytest.raises(TypeError, match="accelerator must be an Accelerator, but got AutoLR"):
+            module.HDETScheduler(scheduler, accelerator)
+    elif framework == "transformers":
+        trainer = _trainer()
+        module.HDETTrainerCallback.attach(trainer)
+        with pytest.raises(ValueError, match=twice):
+            module.HDETTrainerCallback.attach(trainer)
+    elif framework != "lightning":  # whose callbacks are looked at when fit begins
+        owner = _Engine() if framework == "deepspeed" else _Titan()
+        module.attach(owner)
+        with pytest.raises(ValueError, match=twice):
+            module.attach(owner)
 
 
 def test_a_second_training_needs_a_new_schedule() -> None:

@@ -181,6 +181,61 @@ def test_the_sinks_block_runs(tmp_path: Path) -> None:
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
 
 
+def _names(**more: Any) -> dict[str, Any]:
+    net = Model()
+    batches = list(torch.utils.data.DataLoader(Samples(16), batch_size=4)) * 100
+    return {"torch": torch, "AutoLR": AutoLR, "net": net, "optimizer": make_optimizer(net), "batches": batches, **more}
+
+
+def test_the_block_on_a_run_without_hdet_runs() -> None:
+    names = _names()
+    plain = torch.optim.lr_scheduler.CosineAnnealingLR(make_optimizer(names["net"]), 1000)
+    for _ in range(100):
+        plain.optimizer.step()
+        plain.step()
+    parts = {"model": names["net"], "optimizer": plain.optimizer, "scheduler": plain}
+    names["checkpoint"] = {name: part.state_dict() for name, part in parts.items()}
+    exec(compile(_section("A run that began without hdet"), "frameworks.md", "exec"), names)
+    assert names["scheduler"].last_epoch == 100
+    assert names["scheduler"].get_last_lr() == plain.get_last_lr()
+
+
+@pytest.mark.filterwarnings("ignore:the round that ended|.* rounds of this run")
+def test_the_block_on_unfreezing_runs() -> None:
+    names = _names()
+    before = names["net"].layers[0].weight.detach().clone()
+    exec(compile(_section("Unfreezing layers"), "frameworks.md", "exec"), names)
+    scheduler, (first, joined) = names["scheduler"], names["optimizer"].param_groups
+    assert scheduler.finished
+    assert not torch.equal(names["net"].layers[0].weight, before)
+    values = [record.base_values for record in scheduler.history if len(record.base_values) == 2 and record.step < 400]
+    assert [b / a for a, b in values] == pytest.approx([0.1] * len(values))
+    assert len(first["params"]) == len(joined["params"]) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_block_on_several_optimizers_runs() -> None:
+    pl = pytest.importorskip("lightning.pytorch", reason="pip install 'hdet[lightning]'")
+    names = _names()
+    exec(compile(_section("Several optimizers in Lightning"), "frameworks.md", "exec"), names)
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    module, points = names["GAN"](), list(torch.randn(100, 2) + 3)
+    loader = torch.utils.data.DataLoader(points, batch_size=2)  # type: ignore[arg-type,var-annotated]
+    pl.Trainer(max_epochs=6, **options).fit(module, loader)
+    schedulers = module.lr_schedulers()
+    assert [scheduler.last_epoch for scheduler in schedulers] == [300, 300]
+    assert all(scheduler.finished and len(scheduler.history) > 50 for scheduler in schedulers)
+
+
+@pytest.mark.filterwarnings("ignore:the round that ended|.* rounds of this run")
+def test_the_block_instead_of_reduce_on_plateau_runs() -> None:
+    names = _names(validate=lambda net: 1.0)
+    exec(compile(_section("Instead of ReduceLROnPlateau"), "frameworks.md", "exec"), names)
+    assert names["scheduler"].finished
+    assert names["step"] < 399
+
+
 def _deepspeed_block(folder: str) -> tuple[int, int]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     pretend_torchrun()

@@ -370,7 +370,7 @@ def _check_refusal(edit: Callable[[dict[str, Any]], None], text: str, schedule: 
 
 @pytest.mark.parametrize("state", [None, [], "state", 3])
 def test_what_is_no_state_at_all_is_refused(state: Any) -> None:
-    with pytest.raises(ValueError, match="state_dict must have version 1, but got version"):
+    with pytest.raises(ValueError, match="state_dict must be a dict that AutoLR has written, but got"):
         _Run().scheduler.load_state_dict(state)
 
 

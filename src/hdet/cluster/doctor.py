@@ -24,6 +24,7 @@ from hdet.cluster.checkup import Question, examine, no_report
 from hdet.cluster.cost import Method
 from hdet.command_line import Options, UsageError, parse, torchrun_rank
 from hdet.launch import ReplicaError, launch
+from hdet.policy.timing import MAX_INTERVAL
 
 PATIENCE = 5
 """The whole check may take so many times the timeout of one collective."""
@@ -48,10 +49,10 @@ class DoctorOptions(Options):
     """Parameters of the stand-in, e.g. 1e9."""
     tensors: int = 100
     """Tensors of the stand-in."""
-    method: Method = "loss"
-    """What to check: OneCycleAutoLR (paper), or AutoLR with the loss or the gradient signal."""
-    interval: int = 1000
-    """T, steps of a round."""
+    method: Method = "gradient"
+    """What to check: AutoLR with the gradient signal, its default, or the loss signal; or OneCycleAutoLR (paper)."""
+    interval: int | None = None
+    """T, steps of a round; default 50 with the gradient signal, AutoLR's own in a long run, else 1000."""
     step_ms: float | None = None
     """Milliseconds of a training step; default measured."""
     max_share: float = 0.05
@@ -68,7 +69,7 @@ class DoctorOptions(Options):
         self.require("replicas", "an integer >= 1", self.replicas is None or self.replicas >= 1)
         self.require("parameters", "a finite number >= 1", 1 <= self.parameters < math.inf)
         self.require("tensors", "between 1 and --parameters", 1 <= self.tensors <= self.parameters)
-        self.require("interval", "an integer >= 1", self.interval >= 1)
+        self.require("interval", "an integer >= 1", self.interval is None or self.interval >= 1)
         self.require("step_ms", "a finite number > 0", self.step_ms is None or 0 < self.step_ms < math.inf)
         self.require("max_share", "in (0, 1]", 0 < self.max_share <= 1)
         self.require("timeout_s", "a finite number > 0", 0 < self.timeout_s < math.inf)
@@ -82,7 +83,8 @@ class DoctorOptions(Options):
         """What every rank is asked."""
         own = {field.name: getattr(self, field.name) for field in fields(Question)}
         enough = torch.cuda.device_count() >= (self.replicas or 1)
-        return Question(**{**own, "device": self.device or ("cuda" if enough else "cpu")})
+        interval = self.interval or (MAX_INTERVAL if self.method == "gradient" else 1000)
+        return Question(**{**own, "interval": interval, "device": self.device or ("cuda" if enough else "cpu")})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hdet.checks import FloatArray, flag_of, mapping_of, numbers_of, whole_of
 from hdet.engine.tally import Tally
+from hdet.policy.quarantine import QuarantineState, pack_quarantine
+from hdet.policy.rollback import NO_ROLLBACK
 from hdet.signals.base import Signal
 from hdet.weights.anchor import Anchor
 from hdet.weights.saved import tensors_of
@@ -47,6 +49,28 @@ def read_round(
         _signals_of(state["signals"], signals),
         joined_of(state),
     )
+
+
+def adopted(state: Mapping[str, Any], *, round_index: int) -> dict[str, Any]:
+    """The state of a run that was trained without hdet so far: no climb, every scale 1, nothing known yet.
+
+    ``state``: of the loop that is to continue it.
+    """
+    zeros = [0.0] * len(state["scales"])
+    return {
+        **state,
+        **NO_ROLLBACK,
+        "round": round_index,
+        "scales": [1.0] * len(zeros),
+        "openness": zeros, "risen": zeros, "fallen": zeros,
+        "rising": [False] * len(zeros),
+        "flat": False, "ramp": [0, 0], "climb": None,
+        "controller": {}, "panel": {**state["panel"], "controller": {}},
+        "quarantine": pack_quarantine(QuarantineState()),
+        "left_at_mean": False, "anchor": [], "start": {},
+        "curve": {"steps": [], "values": []},
+        "losses": None, "signals": {},
+    }  # fmt: skip
 
 
 def _anchor_of(state: Mapping[str, Any], parameters: Sequence[Tensor], anchor: Anchor | None) -> list[Tensor]:

@@ -57,12 +57,21 @@ class HDETScheduler:
         sinks: Sequence[RecordSink] = (),
         **settings: Any,
     ) -> None:
+        if not isinstance(accelerator, Accelerator):
+            raise TypeError(f"accelerator must be an Accelerator, but got {type(accelerator).__name__}")
         self._accelerator = accelerator
         setup = Setup(make, sinks, settings)
         if isinstance(scheduler, AcceleratedScheduler):
             # Its state would be saved, and loaded, twice: replicas would take their places twice.
             accelerator._schedulers = [s for s in accelerator._schedulers if s is not scheduler]
             scheduler = scheduler.scheduler
+        if isinstance(scheduler, HDETScheduler):
+            raise TypeError("scheduler must be a schedule or a scheduler of hdet, but it is an HDETScheduler already")
+        if any(isinstance(each, HDETScheduler) and each.scheduler is scheduler for each in accelerator._custom_objects):
+            raise ValueError(
+                f"{type(scheduler).__name__} must have one HDETScheduler, but this accelerator has one for it already: "
+                "its state would be saved, and loaded, twice"
+            )
         self.scheduler: Scheduler | Explorer = setup.scheduler_or_explorer(scheduler, model=None, total_steps=None)
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._check_save)

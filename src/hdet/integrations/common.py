@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from hdet.checks import require_one_of
 from hdet.history import RoundRecord
 from hdet.schedulers import AutoLR, OneCycleAutoLR
+from hdet.schedulers._common import Common
 from hdet.schedulers.explorer import Explorer
 
 Scheduler = AutoLR | OneCycleAutoLR
@@ -126,6 +129,25 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, spelled, n=1)
             advice = f"did you mean {spelled[close[0]]}?" if close else f"it has {sorted(known)}"
             raise TypeError(f"settings must be arguments of AutoLR, but got {name}; {advice}")
+    _check_values(settings, known)
+
+
+def _check_values(settings: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:
+    """Raise now what AutoLR would raise when the framework builds it, minutes into a program."""
+    require_one_of("signal", settings.get("signal", "auto"), "auto", "gradient", "loss")
+    # Things that the framework will supply are stood in for.
+    stand_in = nn.Linear(1, 1)
+    values = {name: settings.get(name, parameter.default) for name, parameter in known.items()}
+    values |= {"optimizer": torch.optim.SGD(stand_in.parameters()), "model": settings.get("model") or stand_in}
+    values["interval"] = 1 if values["interval"] is None else values["interval"]
+    Common(**{field.name: values[field.name] for field in dataclasses.fields(Common)})
+
+
+def refuse_twice(owner: Any, what: str) -> None:
+    """Raise where hdet was attached to this object before: it would see every loss twice."""
+    if getattr(owner, "_hdet_attached", False):
+        raise ValueError(f"{what} must be attached to once, but hdet is attached to this one already; delete one line")
+    owner._hdet_attached = True
 
 
 def run_converged(

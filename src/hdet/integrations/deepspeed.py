@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, run_converged
+from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, refuse_twice, run_converged
 
 try:
     from deepspeed import DeepSpeedEngine
@@ -42,6 +42,7 @@ def attach(engine: Any, make: Make | None = None, *, sinks: Sequence[RecordSink]
     if schedule is None:
         schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0)
     scheduler = setup.scheduler(schedule, model=engine.module, total_steps=None)
+    refuse_twice(engine, "an engine")
     engine.lr_scheduler = scheduler
     _observe_losses(engine, scheduler)
     run_converged(engine, "save_checkpoint", lambda: scheduler)

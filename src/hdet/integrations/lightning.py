@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, run_converged
+from hdet.schedulers import AutoLR
 from hdet.schedulers.explorer import Explorer
 
 try:
@@ -63,6 +64,8 @@ class HDETCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         # The strategy has wrapped the module, and the state of the schedule is restored after this hook.
         self.scheduler = None  # that of another fit, which may have been interrupted
+        if (num := sum(isinstance(each, HDETCallback) for each in trainer.callbacks)) > 1:
+            raise ValueError(f"callbacks must hold one HDETCallback, but got {num}; delete the others")
         config, own = _config(trainer)
         steps = trainer.estimated_stepping_batches
         total_steps = int(steps) if 0 < steps < math.inf else None
@@ -77,6 +80,15 @@ class HDETCallback(Callback):
         # Callbacks and users save through this method, on every rank; by on_save_checkpoint weights are taken.
         trainer.__dict__.pop("save_checkpoint", None)
         run_converged(trainer, "save_checkpoint", lambda: self._hdet, when=lambda: not self._interrupted)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # By now states are restored. A checkpoint of a module without a schedule, made without hdet, has none for us.
+        hdet = self._hdet
+        if isinstance(hdet, AutoLR) and hdet.last_epoch == 0 < trainer.global_step:
+            hdet.load_state_dict({"last_epoch": trainer.global_step})
+        bar = trainer.progress_bar_callback
+        if self._log and bar is not None and "get_metrics" not in vars(bar):
+            _show_in_scientific_notation(bar)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         configs = trainer.strategy.lr_scheduler_configs
@@ -139,23 +151,48 @@ class HDETCallback(Callback):
         return self.scheduler
 
 
+def _show_in_scientific_notation(bar: Any) -> None:
+    """Lightning's bars show three or five decimals, which are all 0 in most learning rates."""
+    get_metrics = bar.get_metrics
+
+    def with_lr(*args: Any, **kwargs: Any) -> Any:
+        metrics = get_metrics(*args, **kwargs)
+        if isinstance(lr := metrics.get("hdet/lr"), float):
+            metrics["hdet/lr"] = f"{lr:.2e}"
+        return metrics
+
+    bar.get_metrics = with_lr
+
+
 def _config(trainer: Any) -> tuple[Any, bool]:
     """The place of the one schedule, and whether it is the module's own; a constant one if the module has none."""
     configs = trainer.strategy.lr_scheduler_configs
-    if len(trainer.optimizers) != 1 or len(configs) > 1 or not trainer.lightning_module.automatic_optimization:
+    if not trainer.lightning_module.automatic_optimization:
         raise ValueError(
-            "HDETCallback needs automatic optimization, one optimizer and at most one schedule, but got "
-            f"{len(trainer.optimizers)} and {len(configs)}; in manual optimization call scheduler.step(loss) yourself"
+            "HDETCallback needs automatic optimization, but the module has automatic_optimization=False; leave the "
+            "callback out, make an AutoLR for each optimizer, and call scheduler.step(loss) after each "
+            "optimizer.step() in training_step, as in docs/frameworks.md"
+        )
+    if len(trainer.optimizers) != 1 or len(configs) > 1:
+        raise ValueError(
+            "HDETCallback needs one optimizer and at most one schedule, but got "
+            f"{len(trainer.optimizers)} optimizers and {len(configs)} schedules; with several, optimize manually, with "
+            "an AutoLR for each, as in docs/frameworks.md"
         )
     own = bool(configs)
     if not own:
         constant = torch.optim.lr_scheduler.LambdaLR(trainer.optimizers[0], lambda step: 1.0)
         configs.append(LRSchedulerConfig(constant, interval="step"))
     config = configs[0]
-    if config.interval != "step" or config.frequency != 1 or config.reduce_on_plateau:
+    if config.reduce_on_plateau:
+        raise ValueError(
+            "the schedule must not be ReduceLROnPlateau, which moves the learning rate by a metric; return the "
+            "optimizer alone from configure_optimizers: the learning rate is learned, and falls at the end"
+        )
+    if config.interval != "step" or config.frequency != 1:
         raise ValueError(
             'the schedule must be stepped with every optimizer step, but got {"interval": '
-            f'"{config.interval}", "frequency": {config.frequency}, "reduce_on_plateau": {config.reduce_on_plateau}}}; '
+            f'"{config.interval}", "frequency": {config.frequency}}}; '
             'return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}}'
         )
     return config, own

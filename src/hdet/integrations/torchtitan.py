@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, run_converged
+from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, refuse_twice, run_converged
 
 try:
     from torchtitan.components.loss import IGNORE_INDEX
@@ -40,6 +40,7 @@ def attach(trainer: Any, make: Make | None = None, *, sinks: Sequence[RecordSink
     scheduler = Setup(make, sinks, settings).scheduler(
         container.schedulers[0], model=trainer.model_parts[0], total_steps=trainer.config.training.steps
     )
+    refuse_twice(trainer, "a Trainer")
     container.schedulers = [scheduler]
     # The container's own methods save the number of steps only; torchtitan's schedules have no other state.
     container.state_dict, container.load_state_dict = scheduler.state_dict, scheduler.load_state_dict

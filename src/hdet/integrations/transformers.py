@@ -1,18 +1,22 @@
-"""Transformers: ``HDETTrainerCallback.attach(trainer)``, with the Trainer and its arguments as they are."""
+"""Transformers: ``Trainer(callbacks=[HDETTrainerCallback()])``, with the Trainer and its arguments as they are."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, run_converged
+from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, refuse_twice, run_converged
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
     raise missing("transformers", "transformers") from error
+
+
+_NEEDED = ("create_scheduler", "training_step", "_maybe_log_save_evaluate", "log")
 
 
 class HDETTrainerCallback(TrainerCallback):
@@ -22,8 +26,9 @@ class HDETTrainerCallback(TrainerCallback):
     returns, and is not read before a round ends. The scheduler's state is the checkpoint's ``scheduler.pt``.
 
     No hook of the Trainer passes the loss or the Trainer itself, comes before the schedule's state is loaded, or
-    surrounds an evaluation; so :meth:`attach` replaces four methods of the one trainer it is given. A callback that was
-    not attached raises when the Trainer first calls it.
+    surrounds an evaluation; so four methods of the one trainer are replaced: by :meth:`attach`, or, where the callback
+    is in ``callbacks=``, at the end of the Trainer's construction. One that is added later, by ``add_callback``, raises
+    when training begins.
 
     Args:
         make: builds the scheduler around the Trainer's schedule; default AutoLR with ``settings``.
@@ -36,6 +41,7 @@ class HDETTrainerCallback(TrainerCallback):
 
     def __init__(self, make: Make | None = None, *, sinks: Sequence[RecordSink] = (), **settings: Any) -> None:
         self.scheduler: Scheduler | None = None
+        self._taken = False
         self._setup = Setup(make, sinks, settings, shared_only="the Trainer")
 
     @classmethod
@@ -43,30 +49,43 @@ class HDETTrainerCallback(TrainerCallback):
         cls, trainer: Any, make: Make | None = None, *, sinks: Sequence[RecordSink] = (), **settings: Any
     ) -> HDETTrainerCallback:
         """Make a callback, and give it to ``trainer``. Before ``trainer.train()``."""
-        needed = ("create_scheduler", "training_step", "_maybe_log_save_evaluate", "log")
-        if absent := [name for name in needed if not hasattr(trainer, name)]:
+        if absent := [name for name in _NEEDED if not hasattr(trainer, name)]:
             raise TypeError(
-                f"trainer must be a transformers.Trainer with {needed}, but {type(trainer).__name__} has no {absent}"
+                f"trainer must be a transformers.Trainer with {_NEEDED}, but {type(trainer).__name__} has no {absent}"
             )
         callback = cls(make, sinks=sinks, **settings)
-        callback._wrap_schedule(trainer)
-        callback._wrap_loss(trainer)
-        callback._wrap_saves(trainer)
-        callback._wrap_log(trainer)
+        callback._take(trainer)
         trainer.add_callback(callback)
         return callback
 
+    def _take(self, trainer: Any) -> None:
+        if self._taken:
+            raise ValueError(
+                f"{type(self).__name__} must be given to one Trainer, but it is that of another; make a new one"
+            )
+        refuse_twice(trainer, "a Trainer")
+        self._taken = True
+        self._wrap_schedule(trainer)
+        self._wrap_loss(trainer)
+        self._wrap_saves(trainer)
+        self._wrap_log(trainer)
+
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._check_attached()
+        # The Trainer does not pass itself, but it is the one that calls, a few frames up.
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+            if all(hasattr(caller, name) for name in _NEEDED):
+                self._take(caller)
+                return
+            frame = frame.f_back
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._check_attached()
-
-    def _check_attached(self) -> None:
         if self.scheduler is None:
+            name = type(self).__name__
             raise RuntimeError(
-                f"{type(self).__name__} must be attached to the Trainer, but was passed in callbacks=, where it cannot "
-                f"replace the schedule; call {type(self).__name__}.attach(trainer) before trainer.train() instead"
+                f"{name} must be there when the Trainer is made, but was added later, when it cannot replace the "
+                f"schedule; write Trainer(..., callbacks=[{name}()]), or {name}.attach(trainer) before train()"
             )
 
     def _wrap_schedule(self, trainer: Any) -> None:

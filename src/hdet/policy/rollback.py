@@ -34,10 +34,6 @@ class Budget:
         self.debt = 0
         """What has been taken and not given back, in healthy rounds."""
 
-    def expect(self, first: float, noise: float) -> None:
-        """A climb is over: what the loss is before training, and how far batches are apart."""
-        self.guard_state = GuardState(first, noise=noise)
-
     def take(self) -> None:
         self.debt = min(self.debt + RECOVERY, RECOVERY * self.max_rollbacks)
 
@@ -89,6 +85,10 @@ class Rollback:
                 "rate, look for bad data, or raise max_rollbacks"
             )
         return not fine
+
+    def expect(self, first: float, noise: float) -> None:
+        """A climb is over: what the loss is before training, and how far batches are apart."""
+        self.guard_state = GuardState(first, noise=noise)
 
     def take(self, step: int, *, is_cut: bool) -> tuple[str, tuple[str, ...]]:
         """Count a round that is undone; returns what was done, and what the user should be told now.

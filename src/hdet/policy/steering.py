@@ -85,6 +85,12 @@ class Steering:
         self.scales = np.clip(self.scales, self.low, self.high)
         self._fan_out()
 
+    def limit(self, highest: Sequence[float]) -> bool:
+        """Keep each learning rate's scale at or below this, too; True where one had to come down."""
+        self.high[: self.num_lrs] = np.minimum(highest, self.scale_bounds[1])
+        before, self.scales = self.scales, np.minimum(self.scales, self.high)
+        return bool((self.scales < before).any())
+
     def _init_controllers(self) -> None:
         if self.controller is not None:
             self.state = self.controller.init(self.num_lrs)

@@ -21,6 +21,7 @@ from hdet.checks import numbers_of, shown, whole
 from hdet.engine.rounds import RoundLoop
 from hdet.history import RoundRecord
 from hdet.schedulers._common import MAX_LR
+from hdet.schedulers._habits import Habits
 from hdet.schedulers._torch_state import LRS, MOMENTA
 from hdet.signals.loss import Loss
 
@@ -43,6 +44,37 @@ class RoundScheduler:
     optimizer: Optimizer
     last_epoch: int
     _knows_caller = False
+    _habits: Habits
+
+    def __repr__(self) -> str:
+        """What it is doing, in one line."""
+        name, loop = type(self).__name__, getattr(self, "_loop", None)
+        if loop is None:
+            return f"{name}(not yet constructed)"
+        return f"{name}({', '.join(self._said(loop))})"
+
+    def _said(self, loop: RoundLoop) -> Iterator[str]:
+        schedule, total = getattr(self, "schedule", None), getattr(self, "total_steps", None)
+        if schedule is not None:
+            yield type(schedule).__name__
+        yield f"step {self.last_epoch}" + (f" of {total}" if total is not None and total < float("inf") else "")
+        yield f"round {loop.steering.round_index}"
+        records = loop.history
+        phase = "climb" if loop.policy.climbing else records[-1].phase if records else ""
+        if phase := "finished" if loop.finished else phase:
+            yield phase
+        if not loop.active:
+            yield "one replica, nothing to learn from"
+        scales = loop.steering.scales[: loop.steering.num_lrs]
+        yield "scale " + " ".join(f"{scale:.3g}" for scale in scales)
+        lrs = dict.fromkeys(f"{float(group['lr']):.3g}" for group in self.optimizer.param_groups)
+        yield "lr " + " ".join(lrs)
+        if records and "z" in records[-1].control:
+            yield "z " + " ".join(f"{z:.2g}" for z in records[-1].control["z"])
+        for knob, record in records[-1].knobs.items() if records else ():
+            yield f"{knob} {record.base:.3g}"
+        if event := next((record.events[-1] for record in reversed(records) if record.events), ""):
+            yield f"last event: {event}"
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         """Add a loss to the round's mean without taking a step: micro-batches, or loops that call ``step()`` bare.
@@ -265,6 +297,7 @@ class RoundScheduler:
 
     def _attach(self, optimizer: Optimizer, loop: RoundLoop) -> None:
         self._loop = loop
+        self._habits = Habits(type(self).__name__)
         this = weakref.ref(self)
         _schedulers[optimizer] = this
 
@@ -287,6 +320,7 @@ class RoundScheduler:
         def before_step(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             if (scheduler := this()) is None:
                 return None
+            scheduler._habits.num_updates += 1
             # With a closure, gradients are there only after its first call; Lightning always passes one. The first
             # argument may be the optimizer itself.
             at = next((i for i, a in enumerate(args) if callable(a) and not isinstance(a, Optimizer)), None)
@@ -364,11 +398,13 @@ def follow_momentum(schedule: LRScheduler, groups: Sequence[dict[str, Any]], num
 
 def check_version(state: Mapping[str, Any], kind: str) -> None:
     """Refuse a state that this version, or a scheduler of this kind, did not write."""
-    version = state.get("version") if isinstance(state, Mapping) else type(state).__name__
-    if version is None and "_last_lr" in state:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state_dict must be a dict that {kind} has written, but got {type(state).__name__}")
+    version = state.get("version")
+    if version is None and not any(key in state for key in _KEYS.values()):  # hdet did not write it
+        whose = "a schedule of torch; load it into the schedule" if "_last_lr" in state else "something else"
         raise ValueError(
-            f"state_dict must be one of {kind}, but it was written by a schedule of torch; load it into the schedule, "
-            f"and construct {kind} from there"
+            f"state_dict must be one of {kind}, but it was written by {whose}; it has {shown(list(state)[:8])}"
         )
     if whole(version) != STATE_VERSION:
         raise ValueError(

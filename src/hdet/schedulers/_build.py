@@ -26,7 +26,7 @@ from hdet.policy.panel import NO_PANEL, Panel
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import Steering
-from hdet.policy.timing import default_interval, has_time_to_climb, hold_start
+from hdet.policy.timing import default_interval, has_time_to_climb, hold_start, is_kept, keep_start
 from hdet.replicas.find import find_replicas, refuse_shared_gradients
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import check_parameters, refuse_copies, shape_digest, trained_parameters
@@ -79,7 +79,13 @@ def starts_cold(total_steps: int | None, interval: int) -> bool:
 
 
 def auto_settings(
-    common: Common, signal: SignalName, *, step: int, shape: Sequence[float] = (), lr_given: bool = True
+    common: Common,
+    signal: SignalName,
+    *,
+    step: int,
+    shape: Sequence[float] = (),
+    lr_given: bool = True,
+    has_steps: bool = False,
 ) -> dict[str, Any]:
     """The arguments of :func:`make_loop` that make AutoLR out of a schedule.
 
@@ -89,13 +95,20 @@ def auto_settings(
         step: optimizer steps already taken.
         shape: of the schedule, as :func:`~hdet.policy.timing.hold_start` takes it.
         lr_given: whether learning rate and schedule mean anything.
+        has_steps: whether the schedule has steps or periods.
     """
     adapt, total = common.adapt, common.total_steps
     climb = Climb(total, step=step) if _climbs(common, signal, step=step, lr_given=lr_given) else None
-    cold = starts_cold(total, common.interval)
+    # A run that is continued has found its learning rate, be it by hand.
+    cold = step <= 0 and starts_cold(total, common.interval)
     first_scale = FIRST_SCALES[signal] if cold else 1.0
     start = 0 if climb is not None and adapt.start_steps is None else common.start_steps
-    if total is None:
+    given = (adapt.controller, adapt.hold_share, adapt.gated, adapt.first_scale)
+    told = adapt.climb is False or any(each is not None for each in given)  # a start far off needs time to move
+    kept = signal == "gradient" and not told and is_kept(total, lr_given=lr_given, has_steps=has_steps)
+    if adapt.shape == "keep" or (adapt.shape is None and kept):
+        hold = keep_start(total)
+    elif total is None:
         hold = math.inf
     elif adapt.hold_share is None and signal == "gradient":
         hold = hold_start(total, shape)
@@ -120,7 +133,6 @@ def _climbs(common: Common, signal: SignalName, *, step: int, lr_given: bool) ->
         return bool(adapt.climb)
     told = any(given is not None for given in (adapt.controller, adapt.gated, adapt.first_scale))
     told = told or adapt.bounds[0] > FIRST_SCALES[signal]  # no room below
-    # A run that is continued has found its learning rate, be it by hand.
     return step <= 0 and not told and has_time_to_climb(common.total_steps, lr_given=lr_given)
 
 

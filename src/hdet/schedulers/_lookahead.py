@@ -12,20 +12,25 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     CyclicLR,
     LambdaLR,
     LRScheduler,
+    MultiStepLR,
     OneCycleLR,
     PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 
 from hdet.checks import number
 from hdet.policy.timing import constant_then_linear
 from hdet.schedulers._base import RoundScheduler
+from hdet.schedulers._torch_state import all_of
 
 NUM_POINTS = 400
+STEPWISE = (StepLR, MultiStepLR, CyclicLR, CosineAnnealingWarmRestarts)
 
 
 def shape_of(schedule: LRScheduler, total_steps: int) -> list[float]:
@@ -78,6 +83,11 @@ def constant_schedule(optimizer: Optimizer, total_steps: int | None) -> LRSchedu
                 f"that of param group {k} is {float(group['lr']):g}"
             )
     return LambdaLR(optimizer, partial(constant_then_linear, total_steps=total_steps))
+
+
+def has_steps(schedule: LRScheduler) -> bool:
+    """Whether a schedule, or one inside it, has steps or periods, which mean something at their place in the run."""
+    return any(isinstance(each, STEPWISE) for each in all_of(schedule))
 
 
 def length_of(schedule: LRScheduler) -> int | None:

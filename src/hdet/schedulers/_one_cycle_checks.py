@@ -29,6 +29,7 @@ _UNUSED_BY_PAPER = {
     "first_scale": _PAPERS + "starts from the schedule as it is",
     "start_steps": _PAPERS + "starts after auto_lr_warmup_steps",
     "hold_share": _PAPERS + "acts to the end",
+    "shape": _PAPERS + "acts to the end",
     "sample_every": _PAPERS + "compares losses, and samples no gradients",
 }
 """Of Adapt with the paper's controller, with the reason."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from hdet.checks import flag_of, is_flag, number, shown, whole_of
 
@@ -78,6 +78,47 @@ def load_schedule(schedule: LRScheduler, saved: Any, num_groups: int) -> None:
     for part in parts_of(schedule):
         if type(part) is OneCycleLR:
             check_one_cycle_state(part, part.optimizer.param_groups[:num_groups])
+
+
+def is_plain(state: Any) -> bool:
+    """Whether a state is that of a schedule of torch's, without hdet."""
+    return isinstance(state, Mapping) and "version" not in state and bool({"last_epoch", "_schedulers"} & set(state))
+
+
+def step_of(saved: Mapping[str, Any]) -> int:
+    """How far the run of a plain state is; ValueError where it does not say."""
+    while "last_epoch" not in saved:  # ChainedScheduler counts through its parts
+        parts = saved.get("_schedulers")
+        if not isinstance(parts, (list, tuple)) or not parts or not isinstance(parts[-1], Mapping):
+            raise ValueError(f"state_dict must say how far the run is, but it has no last_epoch: {shown(list(saved))}")
+        saved = parts[-1]
+    return whole_of(saved["last_epoch"], "last_epoch")
+
+
+def plain_state(schedule: LRScheduler, saved: Mapping[str, Any], *, step_only: bool) -> dict[str, Any]:
+    """The state of ``schedule`` in a run that was trained without hdet; ValueError where it is another one's.
+
+    ``step_only``: whether nothing counts but how far the run is.
+    """
+    step = step_of(saved)
+    if not step_only:
+        live = schedule.state_dict()
+        foreign = [str(key) for key in saved if key not in live and not str(key).startswith("_") and key != "verbose"]
+        if foreign and is_torchs(schedule):
+            raise ValueError(
+                f"state_dict must be one of AutoLR, or of the {type(schedule).__name__} it wraps, but it has "
+                f"{foreign}; wrap the schedule that wrote it"
+            )
+    state = {"last_epoch": step} if step_only else dict(copied(dict(saved)))
+    if "_last_lr" not in state and type(schedule) is LambdaLR:
+        lrs = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        state = {**schedule.state_dict(), **state, "_last_lr": lrs, "_step_count": step + 1}
+    if "_last_lr" not in state:
+        raise ValueError(
+            f"state_dict must be what the {type(schedule).__name__}'s own state_dict() gave, but it has no _last_lr: "
+            f"{shown(list(saved))}"
+        )
+    return state
 
 
 def check_lrs(schedule: LRScheduler, lrs: Sequence[float]) -> None:

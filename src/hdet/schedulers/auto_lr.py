@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from hdet.checks import LARGEST, numbers_of, require, require_one_of, shown, whole, whole_of
+from hdet.checks import LARGEST, number, numbers_of, require, require_one_of, shown, whole, whole_of
+from hdet.engine.state import adopted
 from hdet.found import Found
 from hdet.knobs import Knob
+from hdet.notices import tell
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.policy.climb import WHY
 from hdet.schedulers._base import (
@@ -38,8 +40,19 @@ from hdet.schedulers._build import (
     warn_if_alone,
 )
 from hdet.schedulers._common import MAX_LR, Common, Gradients, require_total_steps
-from hdet.schedulers._lookahead import check_schedule, constant_schedule, length_of, shape_of
-from hdet.schedulers._torch_state import all_of, check_lrs, copied, is_torchs, leave_out_joined, load_schedule, parts_of
+from hdet.schedulers._lookahead import check_schedule, constant_schedule, has_steps, length_of, shape_of
+from hdet.schedulers._torch_state import (
+    all_of,
+    check_lrs,
+    copied,
+    is_plain,
+    is_torchs,
+    leave_out_joined,
+    load_schedule,
+    parts_of,
+    plain_state,
+    step_of,
+)
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 
@@ -77,6 +90,8 @@ class AutoLR(RoundScheduler, LRScheduler):
             signal between 1 and 1000); 20 without (100).
         total_steps: length of the run, where the schedule does not tell. Without it the scale holds still from
             :meth:`cooldown` on only, and the last round has to be ended by :meth:`converge` unless that is called.
+        max_lr: what no learning rate ever exceeds, in the climb neither: a number, or one for each param group; groups
+            that join later have the first one's. Beside the bounds of the scale.
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate; replicas then differ with either signal.
         gradients, probe: as in Explorer.
         adapt: how the scale adapts: controller, spread, anchor, where it starts and when it may move.
@@ -105,6 +120,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         signal: Literal["auto", "gradient", "loss"] = "auto",
         interval: int | None = None,
         total_steps: int | None = None,
+        max_lr: float | Sequence[float] | None = None,
         knobs: Sequence[Knob] = (),
         gradients: Gradients = "shared",
         probe: Probe | None = None,
@@ -135,7 +151,8 @@ class AutoLR(RoundScheduler, LRScheduler):
         refuse_second(optimizer)
         spread = adapt.spread if kind == "loss" else 0.0
         beside = make_knobs(common, knobs)
-        facts = {"schedule": type(schedule).__name__, "signal": signal, **common.facts()}
+        self._max_lrs = _max_lrs(max_lr, len(optimizer.param_groups))
+        facts = {"schedule": type(schedule).__name__, "signal": signal, "max_lr": str(max_lr), **common.facts()}
         replicas = agree(common, beside, facts, spread=spread)
         warn_if_alone(beside, replicas)
         if kind == "loss" and replicas.count == 1:
@@ -146,6 +163,7 @@ class AutoLR(RoundScheduler, LRScheduler):
             )
 
         self.schedule = schedule
+        self._lr_given = lr_given
         self.optimizer = optimizer
         self.total_steps = math.inf if total_steps is None else total_steps
         parts = parts_of(schedule)
@@ -161,7 +179,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         loop = make_loop(
             common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self._step,
             **auto_settings(
-                common, kind, step=self._step, lr_given=lr_given,
+                common, kind, step=self._step, lr_given=lr_given, has_steps=has_steps(schedule),
                 shape=() if total_steps is None else shape_of(schedule, whole(total_steps)),
             ),
         )  # fmt: skip
@@ -197,6 +215,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         assert loop is not None
         if not self._knows_caller:
             self._refuse_repeats()
+        self._habits.stepped(loss)
         with loop.lock:
             step = self._step + 1
             last = step == self.total_steps
@@ -331,7 +350,21 @@ class AutoLR(RoundScheduler, LRScheduler):
         return self._scheduled()[0]
 
     def _refresh(self) -> None:
+        if self._max_lrs:
+            self._limit()
         self._write_lrs(self._scheduled())
+
+    def _limit(self) -> None:
+        """Bring the scales down to where no replica's learning rate exceeds ``max_lr`` at the schedule's value now."""
+        values = self._rounds.values
+        steering = values.steering
+        highest = [math.inf] * steering.num_lrs
+        for k, (lr, knob) in enumerate(zip(values.of_all(self._schedule_lrs), values.knob_of_group, strict=True)):
+            if lr > 0:
+                most = self._max_lrs[k] if k < len(self._max_lrs) else self._max_lrs[0]
+                highest[knob] = min(highest[knob], most / (float(lr) * (1 + steering.spread)))
+        if steering.limit(highest):
+            values.update()
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -356,10 +389,35 @@ class AutoLR(RoundScheduler, LRScheduler):
 
         Load the model first: with ``signal="loss"`` the replicas take their places around its weights here. A state
         that cannot be used raises ValueError and changes nothing.
+
+        A state that the wrapped schedule itself has written, in a run without hdet, is continued as it is: at its step,
+        without a climb, at a scale of 1. Where AutoLR was given the optimizer alone, only the step is taken, from a
+        state of any schedule or from ``{"last_epoch": step}``.
         """
-        check_version(state_dict, "AutoLR")
         with self._rounds.lock:
+            if is_plain(state_dict):
+                self._load(self._adopted(state_dict))
+                tell(f"a run without hdet is continued from step {self._step}: no climb, and the scale starts at 1")
+                return
+            check_version(state_dict, "AutoLR")
             self._load(state_dict)
+
+    def _adopted(self, plain: Mapping[str, Any]) -> dict[str, Any]:
+        """What this scheduler would have saved in a run that was trained without it."""
+        loop = self._rounds
+        try:
+            schedule = plain_state(self.schedule, plain, step_only=not self._lr_given)
+            step = step_of(schedule)
+        except Exception as error:
+            raise cannot_load(error) from error
+        return {
+            "version": STATE_VERSION,
+            "last_epoch": step,
+            "schedule": schedule,
+            "schedule_lrs": [_as_float(lr) for lr in schedule["_last_lr"]],
+            "cooldown": [],
+            "rounds": adopted(loop.state_dict(), round_index=step // loop.policy.interval),
+        }
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         rounds, schedules = self._rounds, all_of(self.schedule)
@@ -396,6 +454,23 @@ class AutoLR(RoundScheduler, LRScheduler):
 def _counter_of(schedule: Any) -> Any:
     """What has the number of a schedule's steps: ChainedScheduler counts through its parts."""
     return schedule if hasattr(schedule, "last_epoch") else _counter_of(schedule._schedulers[-1])
+
+
+def _max_lrs(given: Any, num_groups: int) -> list[float]:
+    """One for each param group; empty where there is none."""
+    if given is None:
+        return []
+    found = list(given) if isinstance(given, (list, tuple)) else [given] * num_groups
+    if len(found) != num_groups or not all(0 < number(lr) <= MAX_LR for lr in found):
+        raise ValueError(
+            f"max_lr must be a finite number > 0, or one for each of {num_groups} param groups, but got "
+            f"max_lr={shown(given)}"
+        )
+    return [float(lr) for lr in found]
+
+
+def _as_float(lr: Any) -> Any:
+    return float(lr) if isinstance(lr, Tensor) and lr.numel() == 1 else lr
 
 
 def _cooling_of(saved: Any) -> tuple[int, int, float] | None:

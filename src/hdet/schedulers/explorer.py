@@ -40,6 +40,7 @@ _UNUSED = {
     "gated": "Explorer has no schedule whose warm-up could be gated",
     "first_scale": "Explorer starts every knob from the value it has",
     "hold_share": "Explorer adapts to the end; call finish() where it should stop",
+    "shape": "Explorer has no schedule whose shape could be kept",
     "sample_every": "Explorer compares losses, and samples no gradients",
 }
 """Of Adapt, with the reason."""
@@ -161,6 +162,7 @@ class Explorer(RoundScheduler):
                 read before the round ends. Optional with a probe, or where :meth:`observe` is used.
         """
         loop = self._rounds
+        self._habits.stepped(loss)
         with loop.lock:
             if loop.finished:
                 raise RuntimeError(f"training was finished at step {self.last_epoch}; make a new Explorer to go on")

@@ -293,6 +293,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
             return
         if not self._knows_caller:
             self._refuse_repeats()
+        self._habits.stepped(loss)
         with loop.lock:
             if not self._is_initial:
                 step, total_steps = self.last_epoch + 1, self.total_steps
