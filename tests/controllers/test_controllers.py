@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hdet.checks import FloatArray
-from hdet.controllers import Controller, Evidence, Hold, PaperController
+from hdet.controllers import Controller, Evidence, EvidenceController, Hold, PaperController
 from hdet.controllers.base import pack_state, unpack_state
 from hdet.controllers.paper import PaperState, softmax_weights
 from hdet.policy.spread import fan_out
@@ -283,3 +283,21 @@ def test_a_state_of_another_controller_is_refused() -> None:
 def test_a_state_of_the_wrong_size_or_not_finite_is_refused(bad: list[float]) -> None:
     with pytest.raises(ValueError, match=r"controller state 'velocity' must be finite numbers of shape"):
         unpack_state({"velocity": bad}, PaperController().init(2))
+
+
+def test_a_round_that_almost_broke_does_not_hide_what_follows() -> None:
+    """Its standard error is counted as three times the usual one at most: rounds after it are heard."""
+    controller = EvidenceController(brake=None)
+
+    def feed(rounds: list[tuple[float, float]]) -> float:
+        state = controller.init(1)
+        for slope, error in rounds:
+            evidence = Evidence(np.ones(1), np.ones((1, 1)), (np.array([slope]), np.array([error])), progress=0.5)
+            state, decision = controller.update(state, evidence)
+        return float(decision.info["z"][0])
+
+    calm = [(-0.6, 0.05)] * 6
+    assert feed([*calm, (0.9, 0.1), (0.4, 0.1)]) > 4
+    assert feed([*calm, (4.4, 2.9), (0.9, 0.1), (0.4, 0.1)]) > 4  # and not 0.6, as an error of 2.9 would make it
+    grown = [*calm, *[(0.0, 1.0)] * 8]
+    assert abs(feed(grown)) < 1  # noise that has grown for good is believed

@@ -74,7 +74,7 @@ def _attempt(
                 clear = falls or (len(ys) == 2 and steepest > 0 and ys.max() < -steepest / 2)
                 recent = float(np.mean([each for each, _ in since[-4:]]))
                 top = min(lowest, first) + max(0.35 * max(first - lowest, 0), 2.5 * noise)
-                if not clear and len(ys) >= 4 and recent > top:
+                if loss > first + 8 * noise or (not clear and len(ys) >= 4 and recent > top):
                     ending = "broken"
                 elif clear or (len(ys) >= 4 and z < -2):
                     lowest = min(lowest, float(np.mean([each for each, _ in since])))

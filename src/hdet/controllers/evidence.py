@@ -10,6 +10,8 @@ import numpy as np
 from hdet.checks import FloatArray, number, require, shown
 from hdet.controllers.base import Decision, Evidence
 
+OUTLIER = 3.0
+"""A standard error of so many times the usual one is that of an outlier."""
 NUM_ROWS = 128
 """Of a trail. A longer run has so many at most, each of several rounds."""
 
@@ -118,6 +120,13 @@ class EvidenceController:
         # Where one round cannot tell its own error (two replicas, one sample), successive rounds do: their
         # difference from the smoothed slope, which is the slope itself in the first round.
         variance = np.where(np.isfinite(error), error, slope - np.where(state.weight > 0, previous, 0.0)) ** 2
+        # A round in which training has almost broken has slopes of any size. It must not hide, by its standard error,
+        # what the rounds after it show.
+        usual = OUTLIER**2 * state.variance / np.maximum(state.weight, 1e-300)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            is_outlier = np.isfinite(error) & (usual > 0) & (variance > usual)
+            slope = np.where(is_outlier, previous + (slope - previous) * np.sqrt(usual / variance), slope)
+        variance = np.where(is_outlier, usual, variance)
         new = state._replace(
             slope=keep * state.slope + gain * np.where(seen, slope, 0.0),
             variance=keep * state.variance + gain * np.where(seen, variance, 0.0),

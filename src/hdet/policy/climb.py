@@ -28,6 +28,8 @@ FAR = 0.1
 MIN_SAMPLES, MAX_SAMPLES = 4, 16
 BACK: dict[Ending, float] = {"turned": 1.5, "broken": 4.0, "limit": 1.0}
 """What the last supported scale is divided by, by how the climb ended."""
+BROKEN_NOISE = 8.0
+"""How many standard deviations above the loss before training a single loss has to be."""
 FAR_BELOW = 100.0
 MAX_STARTS = 6
 MAX_BLIND = 3
@@ -138,6 +140,8 @@ class Climb:
             return self._raise(FAST_RISE)
         if len(self.still) >= 3:
             self.is_far = False
+        if self.losses[-1] > start + BROKEN_NOISE * noise:
+            return "broken"  # worse than before training, beyond doubt
         found = np.array(self.slopes)
         down = -float(found.mean())
         if len(self.losses) >= MIN_SAMPLES and self._falls():
