@@ -274,7 +274,10 @@ def test_at_the_bound_of_the_scale_it_is_over() -> None:
     run = Run(lr=1e-2, bounds=(0.5, 2.0), climb=True)
     assert run.lrs == [5e-3]  # and not a hundredth
     run.climb()
-    assert 5e-3 <= run.peak <= 2e-2 * (1 + 1e-9)
+    peak = run.peak
+    assert 5e-3 * (1 - 1e-9) <= peak <= 2e-2 * (1 + 1e-9)
+    rows = run.advance(run.scheduler.last_epoch + 3)  # the ramp starts below the bounds, and keeps within them in the end
+    assert [lrs[0] for lrs, _ in rows] == pytest.approx([peak * k / 24 for k in (3, 4, 5)])
 
 
 @pytest.mark.parametrize("total_steps", [1, 2, 5, 30])

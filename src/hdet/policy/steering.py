@@ -82,8 +82,13 @@ class Steering:
     def set_bounds(self, bounds: Sequence[tuple[float, float]]) -> None:
         """Bounds of the panel's positions, where knobs start from another value than was thought."""
         self._set_limits(bounds)
-        self.scales = np.clip(self.scales, self.low, self.high)
+        self.scales = self._inside(self.scales)
         self._fan_out()
+
+    def _inside(self, scales: FloatArray) -> FloatArray:
+        """Within the bounds; on the ramp within those of what it goes up to."""
+        share = np.where(self.is_lr, self.ramp_at / self.ramp_steps if self.on_ramp else 1.0, 1.0)
+        return np.clip(scales, self.low * share, self.high * share)
 
     def _init_controllers(self) -> None:
         if self.controller is not None:
@@ -176,7 +181,7 @@ class Steering:
             moved = np.array([*[self.panel.moves_lrs] * self.num_lrs, *self.panel.adapted])
             factors[moved] = decision.factors[moved]
             looked = self._looked_by_panel(looked, decision.info)
-        self.scales = np.clip(self.scales * factors, self.low, self.high)
+        self.scales = self._inside(self.scales * factors)
         self.fallen = np.where(self.is_lr, np.maximum(self.fallen - np.log(factors), 0.0), 0.0)
         return looked
 
@@ -199,13 +204,13 @@ class Steering:
         """
         self.rising = self.rising & (log_ratios >= 0)
         unsupported = np.where(self.rising, log_ratios * (1 - self.openness), 0.0)
-        self.scales = np.clip(self.scales * np.exp(-unsupported), self.low, self.high)
+        self.scales = self._inside(self.scales * np.exp(-unsupported))
         self.risen = self.risen + np.where(self.rising, log_ratios - unsupported, 0.0)
         if self.on_ramp:
             rise = np.where(self.is_lr, math.log((self.ramp_at + 1) / self.ramp_at), 0.0)
-            self.scales = np.clip(self.scales * np.exp(rise), self.low, self.high)
-            self.risen = self.risen + rise
             self.ramp_at += 1
+            self.scales = self._inside(self.scales * np.exp(rise))
+            self.risen = self.risen + rise
 
     @property
     def on_ramp(self) -> bool:
@@ -218,7 +223,7 @@ class Steering:
 
     def multiply(self, factor: float) -> None:
         """Move all learning rates."""
-        self.scales = np.clip(np.where(self.is_lr, self.scales * factor, self.scales), self.low, self.high)
+        self.scales = self._inside(np.where(self.is_lr, self.scales * factor, self.scales))
 
     @property
     def at_top(self) -> bool:
@@ -300,11 +305,11 @@ class Steering:
         panel_state = _controller_state(self.panel.controller, panel["controller"], num_knobs)
         seed, round_index = whole_of(state["seed"], "seed"), whole_of(state["round"], "round")
         self.seed, self.round_index = seed, round_index
+        self.flat, (self.ramp_at, self.ramp_steps) = flat, map(int, ramp)
         # Other bounds than those it was saved with hold from now on; the panel's are set after this.
-        self.scales = np.where(self.is_lr, np.clip(scales, self.low, self.high), scales)
+        self.scales = np.where(self.is_lr, self._inside(scales), scales)
         self.openness, self.rising = openness, rising
         self.risen, self.fallen = risen, fallen
-        self.flat, (self.ramp_at, self.ramp_steps) = flat, map(int, ramp)
         self.state, self.panel_state = controller_state, panel_state
         self._fan_out()
 
