@@ -27,6 +27,12 @@ from oracle_anchor import AnchorScenario
 
 FOUR = (0.05, 0.02, 0.08, 0.03)
 
+
+def _climb(name: str, kind: oracle.Kind, lrs: tuple[float, ...], **more: Any) -> AnchorScenario:
+    settings = {"signal": "gradient", "climb": True, "total_steps": 120, "hold_share": 0.2} | more
+    return AnchorScenario(name, kind, lrs, **settings)
+
+
 SCENARIOS = [
     AnchorScenario("sgd", "sgd", (0.2,)),
     AnchorScenario("momentum", "momentum", (0.05,), seed=1),
@@ -35,7 +41,9 @@ SCENARIOS = [
     AnchorScenario("sgd, four groups, one scale", "sgd", FOUR, seed=4),
     AnchorScenario("no gate", "sgd", (0.2,), gated=False, seed=5),
     AnchorScenario("anchor renewed every two rounds", "adam", (0.05,), anchor_rounds=2, seed=6),
-    AnchorScenario("other constants", "sgd", (0.2,), gain=0.5, optimism=(0.5, 0.5), smoothing=0.8, up=0.4, down=0.3, seed=7),
+    AnchorScenario(
+        "other constants", "sgd", (0.2,), gain=0.5, optimism=(0.5, 0.5), smoothing=0.8, up=0.4, down=0.3, seed=7
+    ),
     AnchorScenario("no memory, late start", "adam", (0.05,), smoothing=0.0, start_steps=8, hold_share=0.3, seed=8),
     AnchorScenario("bounds", "sgd", (0.2,), gated=False, gain=2.0, scale_bounds=(0.8, 1.2), seed=9),
     AnchorScenario("a low first scale", "adam", (0.05,), first_scale=0.03, smoothing=0.0, interval=2, seed=17),
@@ -61,18 +69,13 @@ SCENARIOS = [
     AnchorScenario("gradient, renewed", "adam", (0.05,), signal="gradient", anchor_rounds=3, gated=False, seed=15),
     AnchorScenario("gradient, a low first scale", "sgd", (0.2,), signal="gradient", first_scale=0.03, seed=18),
     AnchorScenario("gradient, one sample a round", "sgd", (0.2,), signal="gradient", interval=1, seed=16),
-    *(
-        AnchorScenario(name, kind, lrs, signal="gradient", climb=True, total_steps=total, hold_share=0.2, **more)
-        for name, kind, lrs, total, more in (
-            ("climb from below", "sgd", (1e-5,), 120, {"seed": 19}),
-            ("climb from above", "sgd", (300.0,), 120, {"seed": 20}),
-            ("climb with momentum", "momentum", (1e-3,), 120, {"seed": 21, "constant": True}),
-            ("climb with adam", "adam", (1e-6,), 120, {"seed": 22, "constant": True}),
-            ("climb of four groups", "adam", tuple(1e-4 * lr for lr in FOUR), 120, {"seed": 23}),
-            ("climb, a scale for each", "adam", FOUR, 120, {"seed": 24, "together": False, "constant": True}),
-            ("climb, a round a step", "sgd", (0.2,), 200, {"seed": 25, "interval": 1, "constant": True}),
-        )
-    ),
+    _climb("climb from below", "sgd", (1e-5,), seed=19),
+    _climb("climb from above", "sgd", (300.0,), seed=20),
+    _climb("climb with momentum", "momentum", (1e-3,), seed=21, constant=True),
+    _climb("climb with adam", "adam", (1e-6,), seed=22, constant=True),
+    _climb("climb of four groups", "adam", tuple(1e-4 * lr for lr in FOUR), seed=23),
+    _climb("climb, a scale for each", "adam", FOUR, seed=24, together=False, constant=True),
+    _climb("climb, a round a step", "sgd", (0.2,), total_steps=200, seed=25, interval=1, constant=True),
 ]
 
 # The paper's method through AutoLR: anchor at the last converge, its controller, a scale for each group.

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from climbing import Run, make_optimizer, net
-from hdet.knobs import WeightDecay
+from hdet.knobs import Momentum
 from hdet.launch import launch
 
 STEPS = 60
@@ -94,7 +94,7 @@ def _on_ranks(kinds: tuple[str, ...]) -> dict[str, Any]:
         out["resumes"] = _resumes()
         model = DistributedDataParallel(net())
         optimizer = make_optimizer("adam", model.parameters())
-        beside = _Whole(model=model, optimizer=optimizer, place=_place(), named=True, knobs=[WeightDecay(1e-3)])
+        beside = _Whole(model=model, optimizer=optimizer, place=_place(), named=True, knobs=[Momentum()])
         out["knobs"] = _tell(beside)
     return out
 

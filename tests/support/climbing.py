@@ -135,7 +135,7 @@ class Run:
     def saved(self) -> dict[str, Any]:
         """Through a file."""
         file = io.BytesIO()
-        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         torch.save({name: part.state_dict() for name, part in parts.items()}, file)
         file.seek(0)
         loaded: dict[str, Any] = torch.load(file, weights_only=True)

@@ -368,7 +368,12 @@ class RoundLoop:
             tell("the saved state has no first weights for the climb to go back to: it begins again, from these")
         climbing = self.policy.climbing
         self.averager.load_state_dict(
-            state, saved.anchor, self.values.multipliers(), step=step, climbing=climbing, start=start if climbing else None
+            state,
+            saved.anchor,
+            self.values.multipliers(),
+            step=step,
+            climbing=climbing,
+            start=start if climbing else None,
         )
         self.curve.load(curve)
         self.values.joined, self._joined_shared = saved.joined, True

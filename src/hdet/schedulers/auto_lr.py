@@ -65,7 +65,7 @@ class AutoLR(RoundScheduler, LRScheduler):
     ChainedScheduler, never inside, and a learning rate that something else has changed is an error.
 
     A param group that is added in mid-run starts with the learning rate it is given, or the first group's, and follows
-    the first group's schedule from there, in proportion; in mid-climb what it is given compares with the schedule's own.
+    the first group's schedule from there, in proportion; in mid-climb what it is given compares with the schedule's.
 
     Args:
         schedule: the optimizer, whose learning rates then only say how those of param groups compare: constant, with a
