@@ -29,7 +29,7 @@ FOUR = (0.05, 0.02, 0.08, 0.03)
 
 
 def _climb(name: str, kind: oracle.Kind, lrs: tuple[float, ...], **more: Any) -> AnchorScenario:
-    settings = {"signal": "gradient", "climb": True, "total_steps": 120, "hold_share": 0.2} | more
+    settings: dict[str, Any] = {"signal": "gradient", "climb": True, "total_steps": 120, "hold_share": 0.2} | more
     return AnchorScenario(name, kind, lrs, **settings)
 
 

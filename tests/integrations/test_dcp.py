@@ -227,6 +227,7 @@ def test_a_checkpoint_of_another_scheduler_is_refused(found: Found) -> None:
         assert "Missing key in checkpoint state_dict: scheduler." in result["details"]["other"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
 def test_a_climb_that_was_saved_in_its_middle_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its first weights have no place in the state of a run that has not begun, into which a checkpoint is read."""
     run, resumed = climbing.Run("adam"), climbing.Run("adam")
