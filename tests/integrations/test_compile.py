@@ -187,3 +187,31 @@ def test_replicas_with_compiled_models_and_steps() -> None:
         assert compiled == pytest.approx(plain, rel=1e-4)  # bias corrections are compiled in float32
         assert counts[WARM_UP:] == counts[WARM_UP - 1 : -1]
         assert result["loss: alike"]
+
+
+@pytest.mark.parametrize("optimizer", ["adam, foreach", "adam, tensor", "sgd"])
+def test_a_climb_restarts_under_compiled_models_and_steps(optimizer: str) -> None:
+    """State that an optimizer creates lazily is gone after it, and the compiled step creates it again."""
+    torch._dynamo.reset()
+    found = []
+    for compiles in (False, True):
+        model = net().float()
+        made = OPTIMIZERS[optimizer](model.parameters())
+        scheduler = AutoLR(made, total_steps=100)
+        forward = torch.compile(model, backend="eager") if compiles else model
+
+        def step(made: Optimizer = made) -> None:
+            made.step()
+
+        take = torch.compile(step, backend="eager") if compiles else step
+        for index in range(60):
+            x, y = batch(index)
+            made.zero_grad()
+            loss = nn.functional.mse_loss(forward(x.float()), y.float())
+            torch.autograd.backward(loss)
+            take()
+            scheduler.step(loss)
+        assert not scheduler._rounds.policy.climbing
+        found.append((float(made.param_groups[0]["lr"]), [p.detach().clone() for p in model.parameters()]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-4)

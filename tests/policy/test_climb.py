@@ -103,6 +103,19 @@ def test_without_losses_it_gives_up_soon() -> None:
     assert (climb.ending, climb.scale) == ("blind", 0.03)
 
 
+def test_steps_without_a_loss_count_where_they_follow_each_other() -> None:
+    climb = Climb(1000)
+    for step in range(1, 51):
+        assert climb.update(step, math.nan if step % 3 else 1.0, -1e-9, climb.scale) == "go on"
+
+
+def test_a_step_that_was_skipped_is_no_way() -> None:
+    climb = Climb(1000)
+    for step in range(1, 6):
+        assert climb.update(step, 1.0, math.nan, climb.scale) == "go on"
+    assert (climb.path, climb.scale) == (0.0, FIRST_SCALE)
+
+
 def test_a_first_step_that_is_not_finite_is_not_held_against_the_learning_rate() -> None:
     climb = Climb(1000)
     for step in (1, 2, 3):
@@ -110,7 +123,7 @@ def test_a_first_step_that_is_not_finite_is_not_held_against_the_learning_rate()
     assert (climb.scale, climb.num_starts) == (FIRST_SCALE, 0)
     for step in range(4, 101):
         then = climb.update(step, math.nan, math.nan, climb.scale, fine=False)
-    assert then == "begin again"  # for as long as the user's model gives nothing else
+    assert (then, climb.ending) == ("over", "flat")  # the user's model gives nothing else
 
 
 def test_what_breaks_at_once_begins_again_far_below() -> None:
@@ -126,9 +139,19 @@ def test_what_breaks_at_once_begins_again_far_below() -> None:
 
 def test_at_its_upper_bound_it_is_over() -> None:
     climb = Climb(1000)
+    for step in range(1, 40):
+        slope = -climb.path * (1 + 0.01 * (step % 3))
+        then = climb.update(step, 1.0 + 0.01 * (step % 2), slope, climb.scale, top=climb.scale > 100)
+        if then == "over":
+            break
+    assert (then, climb.ending, climb.scale) == ("over", "limit", climb.supported)
+
+
+def test_at_its_upper_bound_without_having_moved_anything_the_schedule_stays_as_it_is() -> None:
+    climb = Climb(1000)
     for step in range(1, 4):
         then = climb.update(step, 1.0 + 0.1 * (step % 2), 0.0, climb.scale, top=step == 3)
-    assert (then, climb.ending, climb.scale) == ("over", "limit", climb.supported)
+    assert (then, climb.ending, climb.scale) == ("over", "flat", 1.0)
 
 
 @pytest.mark.parametrize(("total", "most", "warm"), [(None, 200, 50), (100, 24, 6), (500, 50, 30), (10**6, 200, 500)])

@@ -36,7 +36,8 @@ class Averager:
         on_line: whether rounds start on the line through the anchor.
         outer: where the mean goes.
         optimizer_state: what becomes of the optimizers' state.
-        fallback: what undone rounds go back to; None where none is.
+        fallback: what undone rounds, or a climb, go back to.
+        undoes: whether there is anything to undo.
         overlap: let a mean travel during the next step.
         node_size, node_rounds: average among so many replicas, and among all in every so many rounds only.
         step: optimizer steps already taken.
@@ -54,6 +55,7 @@ class Averager:
         outer: OuterStep | None = None,
         optimizer_state: StatePolicy = "keep",
         fallback: Fallback | None = None,
+        undoes: bool = True,
         overlap: bool = False,
         node_size: int | None = None,
         node_rounds: int = 1,
@@ -68,7 +70,8 @@ class Averager:
         self.on_line = on_line
         self.outer = outer or OuterStep()
         self.optimizer_state: StatePolicy = optimizer_state
-        self.fallback = fallback
+        self._fallback = fallback
+        self.fallback = fallback if undoes else None
         self.overlap = overlap
         self.node_rounds = node_rounds
         self._node = None
@@ -145,8 +148,9 @@ class Averager:
         if verdict.go_back:
             assert self.fallback is not None
             self.fallback.restore(self.weights, self.optimizer)
-            if not verdict.undoes:
-                self.fallback = None  # there was a climb to undo, and it is over
+            if not verdict.undoes:  # there was a climb to undo, and it is over
+                self.fallback.snapshot.forget()
+                self.fallback = None
             self.outer.restart(self.weights.anchored())
         else:
             if not healthy.all():
@@ -277,11 +281,12 @@ class Averager:
         rho: Sequence[float],
         *,
         step: int,
+        climbing: bool = False,
         start: Start | None = None,
     ) -> None:
         """Continue from a state that has been checked; ``anchor``: this rank's part of it.
 
-        ``start``: what the climb that is under way goes back to.
+        ``climbing``: whether a climb is under way; ``start``: what it goes back to, where that is not the present.
         """
         parameters = self.weights.anchored()
         self.outer.load_state_dict(state["outer"], parameters)
@@ -292,6 +297,8 @@ class Averager:
             self._flight.abandon()
             self._flight = None
         self.place.resume(step, at_mean=bool(state["left_at_mean"]))
+        if climbing:
+            self.fallback = self._fallback
         if self.fallback is not None:
             self.fallback.restart(self.weights.local() if self.apart else None, start)
         if self.anchor is not None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.checks import mapping_of, shown
-from hdet.replicas.sharding import as_saved
+from hdet.replicas.average import memory_view
+from hdet.replicas.sharding import as_saved, sharding
 from hdet.weights.averaged import Weights
 from hdet.weights.saved import tensors_of
 from hdet.weights.snapshot import Snapshot
@@ -28,12 +29,15 @@ class Start(NamedTuple):
         found = mapping_of(saved, "start")
         if not found:
             return None
-        averaged = weights.averaged()
-        tensors = tensors_of(found["weights"], averaged, "start", "the shapes of the model")
+        averaged, unnamed = weights.averaged(), weights.unnamed()
+        fitting = [[t if sharding(t) is not None else memory_view(t) for t in each] for each in (averaged, unnamed)]
+        tensors = tensors_of(found["weights"], fitting[0], "start", "the shapes of the model")
+        # A mask, for one, may hold infinities.
+        tensors += tensors_of(found["buffers"], fitting[1], "start", "the shapes of the model's buffers", finite=False)
         state = found["optimizer"]
         if not isinstance(state, (list, tuple)) or not all(isinstance(each, Mapping) for each in state):
             raise ValueError(f"start must have a mapping for each parameter's state, but got {shown(state)}")
-        by_key = dict(zip((weights.key(t) for t in averaged), tensors, strict=False))
+        by_key = dict(zip((weights.key(t) for t in (*averaged, *unnamed)), tensors, strict=False))
         return cls(by_key, {index: dict(each) for index, each in enumerate(state)})
 
 
@@ -99,5 +103,6 @@ class Fallback:
         tensors, state = found
         return {
             "weights": [as_saved(tensors[weights.key(t)], t) for t in weights.averaged()],
+            "buffers": [as_saved(tensors[weights.key(t)], t) for t in weights.unnamed()],
             "optimizer": [state.get(index, {}) for index in range(len(weights.anchored()))],
         }

@@ -205,7 +205,8 @@ class RoundLoop:
             warnings.warn(message, stacklevel=5)
         if verdict.phase == "climb" and not verdict.messages:
             for event in verdict.events:
-                tell(event)
+                if not self._history or event not in self._history[-1].events:  # a model may be broken for long
+                    tell(event)
         if last:
             self._end()
         self.values.update()
@@ -374,8 +375,14 @@ class RoundLoop:
             self.policy.climb_again(step)
             saved = saved._replace(anchor=[])
             tell("the saved state has no first weights for the climb to go back to: it begins again, from these")
+        climbing = self.policy.climbing
         self.averager.load_state_dict(
-            state, saved.anchor, self.values.multipliers(), step=step, start=start if self.policy.climbing else None
+            state,
+            saved.anchor,
+            self.values.multipliers(),
+            step=step,
+            climbing=climbing,
+            start=start if climbing else None,
         )
         self.curve.load(curve)
         self.values.joined, self._joined_shared = saved.joined, True

@@ -33,6 +33,7 @@ BROKEN_NOISE = 8.0
 FAR_BELOW = 100.0
 MAX_STARTS = 6
 MAX_BLIND = 3
+"""Steps in a row without a loss."""
 WARM_SHARE, MAX_WARM, UNKNOWN_WARM = 0.06, 500, 50
 """Of the run: the steps in which the learning rate then rises from zero; at most, and in a run of unknown length."""
 
@@ -96,14 +97,16 @@ class Climb:
             top: whether the scale is at its upper bound.
         """
         why = self._judge(loss, slope, fine=fine, top=top)
-        if why is None and step - self.begun >= self.max_steps:
+        blameless = why == "broken" and self.path == 0  # not of our doing: nothing had moved
+        if (why is None or blameless) and step - self.begun >= self.max_steps:
             why = "flat" if self.is_far else "limit"
-        if why is None:
-            self.path += abs(rate)  # a schedule may pass below 0
-            return "go on"
-        if why == "broken" and self.path == 0:  # not of our doing: nothing had moved
+        elif blameless:
             self.slopes, self.losses = [], []
             return "begin again"
+        if why is None:
+            if not math.isnan(slope):  # else the step was skipped, or had no gradients
+                self.path += abs(rate)  # a schedule may pass below 0
+            return "go on"
         if why in ("turned", "broken") and self.num_raised <= 1 and self.num_starts < MAX_STARTS:
             self.scale = self.supported = self.scale / (FAR_BELOW * math.exp(RISE * self.num_raised))
             self.num_starts += 1
@@ -121,7 +124,8 @@ class Climb:
         if math.isnan(loss):
             self.num_blind += 1
             return "blind" if self.num_blind >= MAX_BLIND else None
-        if math.isnan(slope):  # a step that was skipped, or without gradients
+        self.num_blind = 0
+        if math.isnan(slope):
             return None
         if self._has_moved(loss):
             self.is_far = False
@@ -132,7 +136,9 @@ class Climb:
             return None
         self.slopes.append(slope / self.path)
         found = self._decide(slope)
-        return "limit" if found == "raise" and top else None if found == "raise" else found
+        if found == "raise":
+            return None if not top else "flat" if self.is_far else "limit"
+        return found
 
     def _decide(self, slope: float) -> Ending | Literal["raise"] | None:
         start, noise = self.start_and_noise()

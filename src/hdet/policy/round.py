@@ -131,7 +131,8 @@ class RoundPolicy:
         self.rollback = rollback
         self.climb = climb
         if climb is not None:
-            steering.multiply(climb.scale / float(steering.scales[0]))
+            self._follow(climb, float(steering.scales[0]))
+            climb.supported = climb.scale
             steering.flat = True
         self.quarantine = Quarantine(quarantine) if quarantine is not None and repairable else None
         self.quarantine_state = QuarantineState()
@@ -248,7 +249,7 @@ class RoundPolicy:
             fine=fine,
             top=steering.at_top,
         )
-        steering.multiply(climb.scale / before)
+        self._follow(climb, before)
         if then == "go on":
             if seen.last:  # of a run that is shorter than its climb
                 self.require_mean(healthy, seen.step)
@@ -266,6 +267,14 @@ class RoundPolicy:
             f"{WHY[climb.ending]}; weights and optimizer state of step {climb.begun} are back"
         )
         return True, (said,), (said,) if climb.ending in ("flat", "blind") else ()
+
+    def _follow(self, climb: Climb, before: float) -> None:
+        """Move the learning rates as the climb has; it stays inside their bounds."""
+        was, wanted = float(self.steering.scales[0]), climb.scale / before
+        self.steering.multiply(wanted)
+        moved = float(self.steering.scales[0]) / was
+        if not math.isclose(moved, wanted):
+            climb.scale = before * moved
 
     def require_mean(self, healthy: BoolArray, step: int) -> None:
         """Raise where there is nothing to average: nobody is healthy, or those who are not cannot be repaired."""
@@ -310,9 +319,9 @@ class RoundPolicy:
         """How many steps the climb may still take."""
         return 0 if self.climb is None else max(self.climb.begun + self.climb.max_steps - step, 0)
 
-    def hold_from(self, step: int) -> None:
+    def hold_from(self, step: float) -> None:
         """No controller acts on rounds that end later."""
-        self.acting = (self.acting[0], min(self.acting[1], step))
+        self.acting = (self.acting[0], step)
 
     def climb_again(self, step: int) -> None:
         """Begin the climb anew from here."""
@@ -320,7 +329,7 @@ class RoundPolicy:
         length, warm, scale = self.climb.max_steps, self.climb.warm_steps, self.climb.scale
         self.climb = Climb(step=step)
         self.climb.max_steps, self.climb.warm_steps = length, warm
-        self.steering.multiply(self.climb.scale / scale)
+        self._follow(self.climb, scale)
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ class Steering:
     def set_bounds(self, bounds: Sequence[tuple[float, float]]) -> None:
         """Bounds of the panel's positions, where knobs start from another value than was thought."""
         self._set_limits(bounds)
-        self.scales = np.clip(self.scales, self.low, self.high)
+        self.scales = self._inside(self.scales)
         self._fan_out()
 
     def limit(self, highest: Sequence[float]) -> bool:
@@ -90,6 +90,16 @@ class Steering:
         self.high[: self.num_lrs] = np.minimum(highest, self.scale_bounds[1])
         before, self.scales = self.scales, np.minimum(self.scales, self.high)
         return bool((self.scales < before).any())
+
+    @property
+    def _ramp_share(self) -> float:
+        """Of what a ramp goes up to."""
+        return self.ramp_at / self.ramp_steps if self.on_ramp else 1.0
+
+    def _inside(self, scales: FloatArray) -> FloatArray:
+        """Within the bounds; on the ramp within those of what it goes up to."""
+        share = np.where(self.is_lr, self._ramp_share, 1.0)
+        return np.clip(scales, self.low * share, self.high * share)
 
     def _init_controllers(self) -> None:
         if self.controller is not None:
@@ -182,7 +192,7 @@ class Steering:
             moved = np.array([*[self.panel.moves_lrs] * self.num_lrs, *self.panel.adapted])
             factors[moved] = decision.factors[moved]
             looked = self._looked_by_panel(looked, decision.info)
-        self.scales = np.clip(self.scales * factors, self.low, self.high)
+        self.scales = self._inside(self.scales * factors)
         self.fallen = np.where(self.is_lr, np.maximum(self.fallen - np.log(factors), 0.0), 0.0)
         return looked
 
@@ -206,18 +216,21 @@ class Steering:
         # Number by number: this runs in every step of a warm-up, where arrays of a few entries take ten times as long.
         scales, risen, rising = self.scales.tolist(), self.risen.tolist(), self.rising.tolist()
         openness, low, high = self.openness.tolist(), self.low.tolist(), self.high.tolist()
-        ramp = math.log((self.ramp_at + 1) / self.ramp_at) if self.on_ramp else 0.0
+        share, ramp = self._ramp_share, 0.0
+        if self.on_ramp:
+            ramp = math.log((self.ramp_at + 1) / self.ramp_at)
+            self.ramp_at += 1
+        after = self._ramp_share
         for k in range(self.num_lrs):
             ratio = float(log_ratios[k])
             rising[k] = rising[k] and ratio >= 0
             if rising[k]:
                 unsupported = ratio * (1 - openness[k])
-                scales[k] = min(max(scales[k] * math.exp(-unsupported), low[k]), high[k])
+                scales[k] = min(max(scales[k] * math.exp(-unsupported), low[k] * share), high[k] * share)
                 risen[k] += ratio - unsupported
             if ramp:
-                scales[k] = min(max(scales[k] * math.exp(ramp), low[k]), high[k])
+                scales[k] = min(max(scales[k] * math.exp(ramp), low[k] * after), high[k] * after)
                 risen[k] += ramp
-        self.ramp_at += self.on_ramp
         # New arrays: records keep those of their rounds.
         self.scales, self.risen, self.rising = np.array(scales), np.array(risen), np.array(rising)
 
@@ -232,7 +245,7 @@ class Steering:
 
     def multiply(self, factor: float) -> None:
         """Move all learning rates."""
-        self.scales = np.clip(np.where(self.is_lr, self.scales * factor, self.scales), self.low, self.high)
+        self.scales = self._inside(np.where(self.is_lr, self.scales * factor, self.scales))
 
     @property
     def at_top(self) -> bool:
@@ -314,11 +327,11 @@ class Steering:
         panel_state = _controller_state(self.panel.controller, panel["controller"], num_knobs)
         seed, round_index = whole_of(state["seed"], "seed"), whole_of(state["round"], "round")
         self.seed, self.round_index = seed, round_index
+        self.flat, (self.ramp_at, self.ramp_steps) = flat, map(int, ramp)
         # Other bounds than those it was saved with hold from now on; the panel's are set after this.
-        self.scales = np.where(self.is_lr, np.clip(scales, self.low, self.high), scales)
+        self.scales = np.where(self.is_lr, self._inside(scales), scales)
         self.openness, self.rising = openness, rising
         self.risen, self.fallen = risen, fallen
-        self.flat, (self.ramp_at, self.ramp_steps) = flat, map(int, ramp)
         self.state, self.panel_state = controller_state, panel_state
         self._fan_out()
 

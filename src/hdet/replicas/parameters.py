@@ -22,16 +22,21 @@ def trained_parameters(optimizer: Optimizer, model: nn.Module | None) -> list[nn
 
 
 def buffers_beside(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Buffers of the models that have any of these parameters, found among all that this process holds."""
-    wanted = {id(p) for p in parameters}
+    """Buffers of the models that have any of these parameters, found among all that this process holds.
+
+    Their order depends on the models and the parameters alone.
+    """
+    wanted = {id(p): place for place, p in enumerate(parameters)}
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
     found = {id(m) for m in modules if any(id(p) in wanted for p in m._parameters.values())}
     num_found = 0
     while len(found) > num_found:  # up to the roots: a module may have buffers and no parameters
         num_found = len(found)
         found |= {id(m) for m in modules if any(id(child) in found for child in m._modules.values())}
-    buffers = {id(b): b for m in modules if id(m) in found for b in m.buffers()}
-    return list(buffers.values())
+    inner = {id(child) for m in modules if id(m) in found for child in m._modules.values()}
+    roots = [m for m in modules if id(m) in found and id(m) not in inner]
+    roots.sort(key=lambda m: min(wanted.get(id(p), len(wanted)) for p in m.parameters()))
+    return list({id(b): b for root in roots for b in root.buffers()}.values())
 
 
 def refuse_copies(optimizer: Optimizer, model: nn.Module | None) -> None:

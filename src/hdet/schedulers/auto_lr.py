@@ -77,7 +77,7 @@ class AutoLR(RoundScheduler, LRScheduler):
     ChainedScheduler, never inside, and a learning rate that something else has changed is an error.
 
     A param group that is added in mid-run starts with the learning rate it is given, or the first group's, and follows
-    the first group's schedule from there, in proportion.
+    the first group's schedule from there, in proportion; in mid-climb what it is given compares with the schedule's.
 
     Args:
         schedule: the optimizer, whose learning rates then only say how those of param groups compare: constant, with a
@@ -176,6 +176,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._schedule_lrs = lrs[: len(self.base_lrs)]
         self._cooling: tuple[int, int, float] | None = None
+        self._planned_steps = self.total_steps
         loop = make_loop(
             common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self._step,
             **auto_settings(
@@ -185,6 +186,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         )  # fmt: skip
         for lr in lrs[len(self.base_lrs) :]:  # of groups that were added after the schedule was made
             loop.follow(lr / lrs[0] if lrs[0] > 0 else 1.0)
+        self._planned_hold = loop.policy.acting[1]
         self._attach(optimizer, loop)
         self._refresh()
 
@@ -308,11 +310,13 @@ class AutoLR(RoundScheduler, LRScheduler):
             self._refresh()
 
     def _cool(self, cooling: tuple[int, int, float] | None) -> None:
+        """From a step, within so many, from a share of the schedule; None for no cooldown, or one taken back."""
         self._cooling = cooling
+        self.total_steps, hold = self._planned_steps, self._planned_hold
         if cooling is not None:
             begun, steps, _ = cooling
-            self.total_steps = begun + steps
-            self._rounds.policy.hold_from(begun)
+            self.total_steps, hold = begun + steps, min(hold, begun)
+        self._rounds.policy.hold_from(hold)
 
     def _cooled(self) -> float:
         """What a cooldown has left of the schedule."""

@@ -107,10 +107,13 @@ class Weights:
 
         A model that has broken leaves infinities in the statistics of its BatchNorms, which training cannot undo.
         """
+        return self.local() | {self.key(b): memory_view(local_tensor(b)) for b in self.unnamed()}
+
+    def unnamed(self) -> list[Tensor]:
+        """Buffers of a model that nobody has named."""
         if self.model is None and self._unnamed is None:
             self._unnamed = buffers_beside(self.anchored())
-        unnamed = {self.key(b): memory_view(local_tensor(b)) for b in self._unnamed or ()}
-        return self.local() | unnamed
+        return self._unnamed or []
 
     def is_healthy(self) -> bool:
         return is_healthy(list(self.local().values()))

@@ -19,10 +19,12 @@ def tensors_of(
     name: str,
     shapes: str = "the parameters' shapes",
     columns: Sequence[Columns | None] | None = None,
+    *,
+    finite: bool = True,
 ) -> list[Tensor]:
     """This rank's part of ``saved``, a tensor for each parameter or none at all; ValueError where they do not fit.
 
-    ``columns``: what was saved of each parameter; default all of it.
+    ``columns``: what was saved of each parameter; default all of it. ``finite``: whether all of them must be.
     """
     if not isinstance(saved, (list, tuple)) or not all(isinstance(t, Tensor) for t in saved):
         raise ValueError(f"{name} must be a list of tensors, but got {shown(saved)}")
@@ -41,6 +43,6 @@ def tensors_of(
                 f"{name} must hold values of the parameters' kind, but got {part.dtype}, {part.layout} on "
                 f"{part.device} for {home.dtype}, {home.layout}"
             )
-        if not bool(torch.isfinite(part).all()):
+        if finite and not bool(torch.isfinite(part).all()):
             raise ValueError(f"{name} must be finite, but got {shown(part)}")
     return parts

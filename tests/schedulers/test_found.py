@@ -1,0 +1,162 @@
+"""What a run has found, and the cooldown of a run that nobody knew the length of."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from climbing import TOTAL_STEPS, Run, make_optimizer, net
+from hdet import Found
+
+pytestmark = pytest.mark.filterwarnings("ignore:the round that ended at step", "ignore:.* rounds of this run were")
+
+
+def _found(run: Run) -> list[float]:
+    """The first learning rate in each step from the end of the climb on."""
+    lrs = []
+    while run.scheduler.last_epoch < TOTAL_STEPS:
+        lrs.append(run.lrs[0])
+        run.step()
+    return lrs
+
+
+def test_before_during_and_after_a_climb() -> None:
+    run = Run("adam")
+    assert str(run.scheduler.found()) == "nothing yet: the climb is not over"
+    run.step()
+    found = run.scheduler.found()
+    assert (found.lrs, found.peak_lrs, found.climb_steps, found.why) == ((), (), 0, "")
+    with pytest.raises(ValueError, match="there is no curve to replay: nothing yet: the climb is not over"):
+        found.as_schedule(run.optimizer)
+    ended = run.climb()
+    found = run.scheduler.found()
+    assert (found.steps, found.climb_steps, found.total_steps) == ((ended,), ended, TOTAL_STEPS)
+    assert f"the climb took {ended} steps and ended because {found.why}" in str(found)
+
+
+def test_a_plain_schedule_gives_the_same_learning_rates_again() -> None:
+    run = Run("adam")
+    ended = run.climb()
+    lrs = _found(run)
+    found = run.scheduler.found()
+    assert found.peak_lrs[0] == pytest.approx(max(lrs), rel=0.1)
+    optimizer = make_optimizer("adam", net().parameters(), 7.0)
+    schedule = found.as_schedule(optimizer)
+    assert isinstance(schedule, LambdaLR)
+    interval = run.scheduler._rounds.policy.interval
+    for step in range(TOTAL_STEPS - ended):
+        near = lrs[max(step - interval, 0) : step + interval + 1]
+        low = 0.0 if step < interval else min(near)  # the ramp comes from 0
+        assert 0.99 * low <= schedule.get_last_lr()[0] <= 1.01 * max(near), step
+        optimizer.step()
+        schedule.step()
+    other = found.as_schedule(make_optimizer("sgd", net().parameters()), total_steps=1000)
+    stretched = [other.lr_lambdas[0](step) for step in range(0, 1001, 100)]
+    assert max(stretched) <= 1
+    assert stretched[-1] == pytest.approx(found.lrs[-1][0] / found.peak_lrs[0])
+
+
+def test_a_resumed_run_has_found_the_same() -> None:
+    run = Run("adam")
+    run.advance(150)
+    resumed = Run("adam")
+    resumed.load(run.saved())
+    assert resumed.scheduler.found() == run.scheduler.found()
+    run.advance(200)
+    resumed.advance(200)
+    assert resumed.scheduler.found() == run.scheduler.found()
+
+
+def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
+    run = Run("adam")
+    for until in (3, 100):
+        run.advance(until)
+        found = run.scheduler.found()
+        found.save(tmp_path / "found.json")
+        assert Found.load(tmp_path / "found.json") == found
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": "other"}, "format must be 'hdet.Found 1', but got 'other'"),
+        ({"steps": "many"}, "steps must be"),
+        ({"lrs": [[-1.0], [0.1]]}, "lrs must be"),
+        ({"lrs": 3}, "must be a file of Found.save"),
+        ({"total_steps": -1}, "total_steps must be"),
+        ({"names": None}, "must be a file of Found.save"),
+    ],
+)
+def test_a_file_that_is_something_else_is_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    path = tmp_path / "found.json"
+    Found(("all",), (0, 10), ((0.0,), (0.1,)), 10).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=text):
+        Found.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"must be a file of Found\.save"):
+        Found.load(path)
+
+
+# -- cooldown -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cooldown_ends_a_run_of_unknown_length() -> None:
+    run = Run("adam", total_steps=None)
+    assert math.isinf(run.scheduler.total_steps)
+    with pytest.raises(RuntimeError, match=r"cooldown\(\) must be called after the climb, but at step 0 it is still"):
+        run.scheduler.cooldown(10)
+    run.advance(run.climb() + 80)
+    with pytest.raises(ValueError, match="steps must be an integer >= 1, but got steps=0"):
+        run.scheduler.cooldown(0)
+    begun, peak = run.scheduler.last_epoch, run.lrs[0]
+    run.scheduler.cooldown(40)
+    lrs = [row[0][0] for row in run.advance(begun + 20)]
+    assert lrs == pytest.approx([peak * (1 - k / 40) for k in range(1, 21)])
+    run.scheduler.cooldown(10)  # on the way: it goes on from there, faster
+    lrs = [row[0][0] for row in run.advance(begun + 30)]
+    assert lrs == pytest.approx([peak / 2 * (1 - k / 10) for k in range(1, 11)], abs=1e-15)
+    assert run.scheduler._rounds.finished
+    assert run.scheduler.found().total_steps == begun + 30
+    with pytest.raises(RuntimeError, match=r"cooldown\(\) must be called before training ends, but it has ended"):
+        run.scheduler.cooldown(10)
+    assert run.loss().item() < 0.5
+
+
+def test_a_cooldown_is_resumed_and_a_state_from_before_takes_it_back() -> None:
+    run = Run("adam", total_steps=None)
+    run.advance(150)
+    before = run.saved()
+    run.scheduler.cooldown(60)
+    run.advance(170)
+    state, rows = run.saved(), run.advance(210)
+    resumed = Run("adam", total_steps=None)
+    resumed.load(state)
+    assert resumed.advance(210) == rows
+    assert resumed.scheduler._rounds.finished
+    for again in (run, resumed, Run("adam", total_steps=None)):
+        again.load(before)
+        assert math.isinf(again.scheduler.total_steps)
+        assert again.lrs == [before["optimizer"]["param_groups"][0]["lr"]]
+        again.advance(260)
+        assert again.scheduler.history[-1].phase == "level"
+    assert run.lrs == again.lrs
+
+
+def test_a_one_cycle_is_cooled_down_before_its_end() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    run = Run(model=model, optimizer=optimizer, schedule=lambda o: OneCycleLR(o, 1e-3, TOTAL_STEPS))
+    run.advance(200)
+    with pytest.raises(ValueError, match="steps must be at most 200, where the OneCycleLR ends, but got steps=201"):
+        run.scheduler.cooldown(201)
+    run.scheduler.cooldown(20)
+    run.advance(220)
+    assert run.lrs == [0.0]
+    assert run.scheduler._rounds.finished
