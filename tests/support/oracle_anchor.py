@@ -98,8 +98,12 @@ class Evidence:
         """Takes in a round; returns smoothed slope, its standard error and z."""
         self.losses.append(loss)
         before = self.smoothed(self.slopes) if self.slopes else 0.0
+        variance = (slope - before) ** 2 if error is None else error**2
+        usual = 9 * self.smoothed(self.variances) if self.variances else 0.0
+        if error is not None and 0 < usual < variance:  # an outlier: three times the usual standard error, no more
+            slope, variance = before + (slope - before) * math.sqrt(usual / variance), usual
         self.slopes.append(slope)
-        self.variances.append((slope - before) ** 2 if error is None else error**2)
+        self.variances.append(variance)
         s = self.scenario.smoothing
         standard_error = math.sqrt(self.smoothed(self.variances) * (1 - s) / (1 + s))
         slope = self.smoothed(self.slopes)

@@ -49,7 +49,7 @@ class Controller(Protocol):
 
     It may also have ``check_state(state)``, which raises ValueError for a loaded state it could not have made, and
     ``insert(index)``, which makes room where it has settings for each knob and one joins, and ``forget(state)``, which
-    keeps what is still true after a round was undone; without it the state begins anew.
+    keeps what is still true after a round was undone; without it the state starts afresh.
     """
 
     def init(self, num_knobs: int) -> Any: ...

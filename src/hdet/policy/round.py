@@ -324,7 +324,7 @@ class RoundPolicy:
         self.acting = (self.acting[0], step)
 
     def climb_again(self, step: int) -> None:
-        """Begin the climb anew from here."""
+        """Start the climb over from here."""
         assert self.climb is not None
         length, warm, scale = self.climb.max_steps, self.climb.warm_steps, self.climb.scale
         self.climb = Climb(step=step)
