@@ -26,7 +26,7 @@ RISE, FAST_RISE = 0.7, 1.4
 FAR = 0.1
 """Slopes below this share of the noise of the loss say that the weights have not moved."""
 MIN_SAMPLES, MAX_SAMPLES = 4, 16
-BACK: dict[Ending, float] = {"turned": 1.5, "broken": 4.0, "limit": 1.0}
+BACK: dict[Ending, float] = {"turned": 2.0, "broken": 4.0, "limit": 2.5}
 """What the last supported scale is divided by, by how the climb ended."""
 BROKEN_NOISE = 8.0
 """How many standard deviations above the loss before training a single loss has to be."""
