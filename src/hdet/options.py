@@ -65,9 +65,8 @@ class Adapt(_Options):
             rate goes its own way. ``"keep"``: one factor is found in the first fifth of the run (200 steps where its
             length is unknown); from there on the schedule is followed exactly, unless a round has to be undone.
             Default with the gradient signal ``"keep"`` where the schedule has steps or periods (StepLR, MultiStepLR,
-            CyclicLR, CosineAnnealingWarmRestarts, and any around one of them) and in a run that climbs of fewer than
-            400 steps, else ``"free"``; ``"free"`` where ``controller``, ``hold_share``, ``gated``, ``first_scale`` or
-            ``climb=False`` is given.
+            CyclicLR, CosineAnnealingWarmRestarts, and any around one of them), else ``"free"``; ``"free"`` where
+            ``controller``, ``hold_share``, ``gated``, ``first_scale`` or ``climb=False`` is given.
         bounds: the scale stays inside.
         sample_every: steps between samples of the gradient signal; default every step, at most 64 a round; with more
             than ten million parameters every eighth step, or as often as four samples a round need.

@@ -151,12 +151,6 @@ def test_steps_and_periods_are_kept_unless_told_otherwise(name: str) -> None:
     assert end(adapt=Adapt(first_scale=1.0)) == end(adapt=Adapt(climb=False)) > 500
 
 
-@pytest.mark.parametrize(("total_steps", "end"), [(300, 60), (399, 79.8), (400, 320), (150, 120)])
-def test_a_short_run_that_climbs_keeps_its_shape(total_steps: int, end: float) -> None:
-    job = _Job(lambda o: AutoLR(CosineAnnealingLR(o, total_steps)))
-    assert job.scheduler._rounds.policy.acting[1] == pytest.approx(end)
-
-
 def test_a_shape_is_refused_where_it_means_nothing() -> None:
     with pytest.raises(ValueError, match='shape must be one of "free", "keep", but got shape=\'kept\''):
         Adapt(shape="kept")  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def climb(steps: Sequence[Step], first_lr: float, total_steps: int) -> tuple[lis
         if ending == "":
             return lrs, endings, scale
         if ending == "limit" or raised > 1 or len(endings) > 6:
-            return lrs, endings, ok / {"turned": 1.5, "broken": 4, "limit": 1}[ending]
+            return lrs, endings, ok / {"turned": 2, "broken": 4, "limit": 2.5}[ending]
         scale /= 100 * math.exp(0.7 * raised)
         still = still[:1]
 

@@ -10,8 +10,6 @@ DECAY_SHARE = 0.3
 """Of a run without a schedule: the steps at its end in which the learning rate falls, along a line, to zero."""
 KEEP_SHARE, KEEP_STEPS = 0.2, 200
 """Of the run: when a scale that leaves the schedule's shape alone is found; and in a run of unknown length."""
-MIN_FREE = 400
-"""Steps of a run in which the scale stays free: in a shorter one plain SGD does not recover from a level too high."""
 MIN_CLIMB, MIN_CLIMB_WITH_LR = 100, 200
 """Steps of a run that is long enough to climb: a learning rate and a schedule that are fine make up for more."""
 
@@ -31,12 +29,6 @@ def constant_then_linear(step: int, total_steps: int | None = None) -> float:
     if total_steps is None:
         return 1.0
     return min(1.0, max(total_steps - step, 0) / (DECAY_SHARE * total_steps))
-
-
-def is_kept(total_steps: int | None, *, lr_given: bool, has_steps: bool) -> bool:
-    """Whether the schedule's shape is kept where nobody says: steps and periods, and in a run that is short."""
-    short = total_steps is not None and total_steps < MIN_FREE and has_time_to_climb(total_steps, lr_given=lr_given)
-    return has_steps or short
 
 
 def keep_start(total_steps: int | None) -> float:

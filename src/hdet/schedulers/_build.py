@@ -26,7 +26,7 @@ from hdet.policy.panel import NO_PANEL, Panel
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import Steering
-from hdet.policy.timing import default_interval, has_time_to_climb, hold_start, is_kept, keep_start
+from hdet.policy.timing import default_interval, has_time_to_climb, hold_start, keep_start
 from hdet.replicas.find import find_replicas, refuse_shared_gradients
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import check_parameters, refuse_copies, shape_digest, trained_parameters
@@ -105,7 +105,7 @@ def auto_settings(
     start = 0 if climb is not None and adapt.start_steps is None else common.start_steps
     given = (adapt.controller, adapt.hold_share, adapt.gated, adapt.first_scale)
     told = adapt.climb is False or any(each is not None for each in given)  # a start far off needs time to move
-    kept = signal == "gradient" and not told and is_kept(total, lr_given=lr_given, has_steps=has_steps)
+    kept = signal == "gradient" and not told and has_steps
     if adapt.shape == "keep" or (adapt.shape is None and kept):
         hold = keep_start(total)
     elif total is None:

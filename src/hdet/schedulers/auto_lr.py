@@ -231,6 +231,8 @@ class AutoLR(RoundScheduler, LRScheduler):
                 loop.end_step(step, self._scheduled(), last=last)
             self._advance_schedule()
             self._step = step
+            if self._max_lrs:
+                self._limit()
             self._write_lrs(self._scheduled())
 
     @property

@@ -29,7 +29,7 @@ from hdet.policy.climb import Climb
 from hdet.policy.rollback import BrokenError, Rollback
 from hdet.policy.round import Observed, RoundPolicy, Verdict
 from hdet.policy.steering import Steering
-from hdet.policy.timing import has_time_to_climb, hold_start, is_kept, keep_start
+from hdet.policy.timing import has_time_to_climb, hold_start
 from hdet.schedulers._build import FIRST_SCALES, make_evidence_controller
 from hdet.signals.gradient import mean_and_error
 
@@ -94,14 +94,12 @@ class Run:
             climbs = self.method == "gradient" and not told and has_time_to_climb(num_steps, lr_given=lr_given)
         return Climb(num_steps) if climbs else None
 
-    def acting(self, table: FloatArray, *, climbs: bool, lr_given: bool) -> tuple[float, float]:
+    def acting(self, table: FloatArray, *, climbs: bool) -> tuple[float, float]:
         """Between which steps the scale moves."""
         num_steps = len(table)
         start = num_steps * ((0.0 if climbs else 0.02) if self.start is None else self.start)
         if self.method != "gradient" or self.hold is not None:
             return start, (1 - (0.05 if self.hold is None else self.hold)) * num_steps
-        if self.climb is None and climbs and is_kept(num_steps, lr_given=lr_given, has_steps=False):
-            return start, keep_start(num_steps)
         return start, hold_start(num_steps, table.tolist())
 
     def make_first_scale(self) -> float:
@@ -173,7 +171,7 @@ class _Steered:
         self.policy = RoundPolicy(
             self.steering,
             interval=run.interval,
-            acting=run.acting(table, climbs=climb is not None, lr_given=lr_given),
+            acting=run.acting(table, climbs=climb is not None),
             rollback=Rollback(MAX_ROLLBACKS) if run.is_auto and run.rollback else None,
             climb=climb,
             quarantine=run.quarantine,
