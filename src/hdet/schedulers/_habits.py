@@ -25,7 +25,8 @@ class Habits:
 
     def stepped(self, loss: Any) -> None:
         """A call of ``step(loss)``. Raises where the loss is the number of an epoch, before anything has changed."""
-        self._refuse_epochs(loss)
+        if type(loss) is int or self._counted:
+            self._refuse_epochs(loss)
         num_updates, self.num_updates = self.num_updates, 0
         self._num_left_out = self._num_left_out + 1 if num_updates > 1 else 0
         if self._num_left_out == MAX_LEFT_OUT:
