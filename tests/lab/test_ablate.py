@@ -16,7 +16,7 @@ from torch import nn
 
 from hdet import cli, warm_noisy_init
 from hdet.lab.commands.ablate import CONFIGURATIONS, AblateOptions, Divergence, find_divergence
-from hdet.lab.experiment import final_loss, round_lengths
+from hdet.lab.experiment import final_loss
 from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.inputs import warm_noise
 from hdet.lab.stacked.optim import SGD
@@ -53,8 +53,6 @@ def test_a_divergence_is_a_rise_that_lasts(losses: Sequence[float], expected: Di
 
 
 def test_the_final_loss_is_that_of_the_last_fiftieth_of_a_run() -> None:
-    assert round_lengths(100, 1) == [1] * 100
-    assert round_lengths(10, 4) == [4, 4, 2]
     assert final_loss([9.0] * 98 + [1.0, 2.0], [1] * 100) == 1.5
     assert final_loss([5.0, 7.0], [50, 50]) == 7.0  # no less than a round
     assert final_loss([9.0, 1.0, 4.0], [100, 2, 1]) == pytest.approx((2 * 1.0 + 4.0) / 3)

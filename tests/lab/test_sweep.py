@@ -41,8 +41,8 @@ def make_task() -> DoubleText:
     )  # fmt: skip
 
 
-LOSS = Run(lr=0.02, method="loss", spread=0.1, interval=INTERVAL)
-GRADIENT = Run(lr=0.02, method="gradient", interval=INTERVAL)
+LOSS = Run(lr=0.02, method="loss", spread=0.1, interval=INTERVAL, start=0.02, hold=0.05)
+GRADIENT = Run(lr=0.02, method="gradient", interval=INTERVAL, start=0.02, hold=0.05, climb=False)
 PAPER = Run(
     lr=0.02, method="paper", spread=0.3, interval=INTERVAL, start=0.0, hold=0.0, controller={"temperature": 0.01}
 )
@@ -105,10 +105,12 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
         interval=run.interval,
         adapt=Adapt(
             spread=run.spread,
-            start_steps=None if run.start is None else int(run.start * STEPS),
+            controller=run.make_controller(),
+            start_steps=int((run.start or 0.0) * STEPS),
             hold_share=run.hold,
-            gated=None if run.gated else False,
-            first_scale=run.first_scale,
+            climb=run.climb,
+            gated=run.gated,
+            first_scale=run.make_first_scale(),
         ),
         seed=run.seed,
     )
@@ -117,6 +119,8 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
 def train(optimizer_name: str, run: Run) -> dict[str, Any]:
     """The same run, the way a user would write it."""
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "the round that ended")
+    warnings.filterwarnings("ignore", "[0-9]+ rounds of this run")
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     task = make_task()
     model = task.build(run.seed)
@@ -222,5 +226,7 @@ def test_schedules_have_their_peak_at_1_and_stay_positive(name: str) -> None:
     assert (table > 0).all()
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     AutoLR(LambdaLR(optimizer, lambda step: float(table[step])))  # what a user would wrap
-    with pytest.raises(ValueError, match="schedule must be one of one-cycle, cosine, wsd, constant, but got 'square'"):
+    with pytest.raises(
+        ValueError, match="schedule must be one of one-cycle, cosine, wsd, constant, none, but got 'square'"
+    ):
         schedule_table("square", 10)

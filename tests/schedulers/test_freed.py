@@ -59,7 +59,10 @@ def no_gc() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings(
-    "ignore:knobs are explored by several", "ignore:Explorer compares replicas", "ignore:ensemble_lr_spread"
+    "ignore:the round that ended",
+    "ignore:knobs are explored by several",
+    "ignore:Explorer compares replicas",
+    "ignore:ensemble_lr_spread",
 )
 @pytest.mark.parametrize("with_knobs", [False, True])
 @pytest.mark.parametrize("make", [_auto, _one_cycle, _explorer])

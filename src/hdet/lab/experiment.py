@@ -182,11 +182,6 @@ def final_loss(losses: Sequence[float], lengths: Sequence[int]) -> float:
     return total / steps
 
 
-def round_lengths(num_steps: int, interval: int) -> list[int]:
-    """Steps of each round; the last may be shorter."""
-    return [min(interval, num_steps - start) for start in range(0, num_steps, interval)]
-
-
 def make_console() -> Console:
     """As wide as the terminal; in a file or a pipe, as wide as a table may get."""
     console = Console()

@@ -79,7 +79,8 @@ class Guard:
 
 def pack_guard(state: GuardState) -> dict[str, Any]:
     """A guard's state as plain types."""
-    return {"first": state.first, "recent": list(state.recent), "num_strikes": state.num_strikes, "noise": state.noise}
+    noise = None if math.isnan(state.noise) else state.noise
+    return {"first": state.first, "recent": list(state.recent), "num_strikes": state.num_strikes, "noise": noise}
 
 
 def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
@@ -92,8 +93,9 @@ def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
     first = packed["first"]
     if math.isnan(number(first)) and (recent or not (isinstance(first, float) and math.isnan(first))):
         raise ValueError(f"first must be a finite number, but got {shown(first)}")
-    noise = packed.get("noise", math.nan)
-    if not (isinstance(noise, float) and math.isnan(noise)) and not number(noise) >= 0:
-        raise ValueError(f"noise must be a number >= 0, or NaN, but got {shown(noise)}")
+    noise = packed.get("noise")
+    if noise is not None and not number(noise) >= 0:
+        raise ValueError(f"noise must be a number >= 0, or None, but got {shown(noise)}")
     strikes = whole_of(packed["num_strikes"], "num_strikes")
-    return GuardState(float(first), tuple(map(float, recent[-NUM_RECENT:])), strikes, float(noise))
+    known = math.nan if noise is None else float(noise)
+    return GuardState(float(first), tuple(map(float, recent[-NUM_RECENT:])), strikes, known)

@@ -124,8 +124,8 @@ def _check_state(state: Any, num_knobs: int) -> None:
     _require(is_named, f"the state must be a NamedTuple, but got {type(state).__name__}")
     for name, value in state._asdict().items():
         is_array = isinstance(value, np.ndarray) and value.dtype == np.float64
-        fits = is_array and all(size in (1, num_knobs) for size in value.shape)
-        _require(fits, f"state field {name!r} must be a float64 array of sizes 1 or {num_knobs}, but got {value!r}")
+        fits = is_array and value.ndim > 0 and value.shape[0] in (1, num_knobs)
+        _require(fits, f"state field {name!r} must be a float64 array of 1 or {num_knobs} rows, but got {value!r}")
         _require(bool(np.isfinite(value).all()), f"state field {name!r} must stay finite, but got {value!r}")
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -22,7 +21,6 @@ from hdet.lab.experiment import (
     LabOptions,
     final_loss,
     make_console,
-    round_lengths,
     show,
 )
 from hdet.lab.recipes import SweepMethod, low_and_high
@@ -202,14 +200,15 @@ def make_checkpoints(
 
 def summarise(experiment: Experiment, result: Result) -> dict[str, Any]:
     """One run as the results have it."""
-    lengths = round_lengths(experiment.num_steps, experiment.interval)
     divergence = find_divergence(result.train_loss)
     return {
         "configuration": result.run.label,
         "lr": result.run.lr,
         "seed": result.run.seed,
-        "final_train_loss": final_loss(result.train_loss, lengths),
-        "diverged_at_step": None if divergence is None else divergence.round_index * experiment.interval,
+        "final_train_loss": final_loss(result.train_loss, result.lengths),
+        "diverged_at_step": None if divergence is None else result.steps[divergence.round_index - 1],
+        if divergence is None
+        else result.steps[divergence.round_index] - result.lengths[divergence.round_index],
         "recovered": divergence is not None and divergence.recovered,
         **result.as_dict(),
     }
@@ -255,7 +254,6 @@ def _mean_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _chart(experiment: Experiment, results: Sequence[Result]) -> Any:
-    steps = torch.tensor(round_lengths(experiment.num_steps, experiment.interval)).cumsum(0).tolist()
     names = list(dict.fromkeys(result.run.label for result in results))
     firsts = [result.train_loss[0] for result in results if math.isfinite(result.train_loss[0])]
     seen = [loss for result in results for loss in result.train_loss if math.isfinite(loss)]
@@ -263,7 +261,7 @@ def _chart(experiment: Experiment, results: Sequence[Result]) -> Any:
     def fill(axes: Any) -> None:
         for result in results:
             label = result.run.label if result.run.seed == experiment.options.seeds[0] else None
-            line(axes, steps, result.train_loss, names.index(result.run.label), label=label)
+            line(axes, result.steps, result.train_loss, names.index(result.run.label), label=label)
         # A run that explodes leaves through the top instead of pressing all others into one line.
         if firsts and max(seen) > (top := 1.5 * max(firsts)) > min(seen):
             axes.set_ylim(min(seen) - 0.1 * (top - min(seen)), top)

@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 
 from hdet.command_line import parse
 from hdet.lab import baselines
-from hdet.lab.experiment import Experiment, LabOptions, final_loss, make_console, round_lengths, show
+from hdet.lab.experiment import Experiment, LabOptions, final_loss, make_console, show
 from hdet.lab.recipes import BaselineMethod, CompareMethod, SweepMethod, starts
 from hdet.lab.reports import compare as compare_report
 from hdet.lab.runs.progress import RunBar
@@ -130,11 +130,10 @@ def run_method(experiment: Experiment, method: CompareMethod, progress: Callable
     elif method == "random-search":
         yield from _run_random_search(experiment, options, progress)
     else:
-        lengths = round_lengths(experiment.num_steps, experiment.interval)
         swept = cast(SweepMethod, method)
         runs = [experiment.make_run(lr, seed, swept) for seed in options.seeds for lr in options.grid()]
         for result in sweep(experiment.task, runs, progress=progress, **experiment.sweep_options()):
-            train_loss = final_loss(result.train_loss, lengths)
+            train_loss = final_loss(result.train_loss, result.lengths)
             run = result.run
             yield Record(method, run.lr, run.seed, result.validation, train_loss, details=result.as_dict())
 
@@ -160,7 +159,6 @@ def _run_random_search(
     experiment: Experiment, options: CompareOptions, progress: Callable[[int], None]
 ) -> Iterator[Record]:
     grid, num = options.grid(), options.replicas
-    lengths = round_lengths(experiment.num_steps, experiment.interval)
     runs = [
         experiment.make_run(float(lr), seed, "fixed")
         for seed in options.seeds
@@ -175,7 +173,7 @@ def _run_random_search(
             "validation": [result.validation for result in mine],
             "best_lr": best.run.lr,
         }
-        train_loss = final_loss(best.train_loss, lengths)
+        train_loss = final_loss(best.train_loss, best.lengths)
         yield Record("random-search", None, seed, best.validation, train_loss, compute=num, details=tried)
 
 

@@ -122,6 +122,7 @@ class Result:
     Attributes:
         run: its configuration.
         validation: figures at the final mean weights, ``loss`` first.
+        steps: taken at the end of each round; in a climb each is a round.
         train_loss: mean loss over replicas, round by round.
         base_lr: centre of the first param group's learning rate, round by round.
         z: the controller's evidence, round by round, of the first knob.
@@ -132,6 +133,7 @@ class Result:
 
     run: Run
     validation: dict[str, float] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
     train_loss: list[float] = field(default_factory=list)
     base_lr: list[float] = field(default_factory=list)
     z: list[float] = field(default_factory=list)
@@ -139,6 +141,11 @@ class Result:
     climb_steps: int = 0
     climb_ending: str = ""
     error: str = ""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Steps of each round."""
+        return [end - begin for begin, end in zip([0, *self.steps], self.steps, strict=False)]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -210,6 +217,7 @@ class _Steered:
             except BrokenError as error:
                 self.result.error = str(error)
         seen = losses[np.isfinite(losses)]
+        self.result.steps.append(step)
         self.result.train_loss.append(float(seen.mean()) if len(seen) else math.nan)
         self.result.base_lr.append(scheduled * self.run.lr * float(self.steering.scales[0]))
         self.result.z.append(verdict.looked.lrs.get("z", (math.nan,))[0] if verdict is not None else math.nan)
