@@ -207,8 +207,6 @@ def summarise(experiment: Experiment, result: Result) -> dict[str, Any]:
         "seed": result.run.seed,
         "final_train_loss": final_loss(result.train_loss, result.lengths),
         "diverged_at_step": None if divergence is None else result.steps[divergence.round_index - 1],
-        if divergence is None
-        else result.steps[divergence.round_index] - result.lengths[divergence.round_index],
         "recovered": divergence is not None and divergence.recovered,
         **result.as_dict(),
     }
