@@ -162,7 +162,8 @@ def train(s: AnchorScenario) -> Trace:
             hold_share=s.hold_share,
             bounds=s.scale_bounds,
         ),
-        faults=Faults(rollback=s.interval > 1),  # the loss of one step may jump, and the oracle has no guard
+        # The loss of one step may jump, and of the first rounds after a climb, and the oracle has no guard.
+        faults=Faults(rollback=s.interval > 1 and not s.climb),
         seed=s.seed,
     )
     return training.run(scheduler, s.total_steps)
