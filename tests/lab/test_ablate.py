@@ -158,7 +158,7 @@ def test_the_command_writes_every_configuration_of_every_seed(
     for name in ("git_commit", "data_sha256", "hardware", "torch", "python", "hdet", "time_s"):
         assert name in results
     config = results["config"]
-    assert (config["low_lr"], config["high_lr"], config["warm_steps"], config["interval"]) == (0.01, 10.0, 20, 2)
+    assert (config["low_lr"], config["high_lr"], config["warm_steps"], config["interval"]) == (0.01, 10.0, 20, 4)
     assert config["task_options"]["noise"] == 0.1
     assert "20 steps at a constant learning rate of 0.01" in results["warm_start"]
     assert re.search(r"Warm starts: one checkpoint for each seed", shown)
