@@ -148,10 +148,15 @@ def test_at_its_upper_bound_it_is_over() -> None:
 
 
 def test_at_its_upper_bound_without_having_moved_anything_the_schedule_stays_as_it_is() -> None:
-    climb = Climb(1000)
-    for step in range(1, 4):
-        then = climb.update(step, 1.0 + 0.1 * (step % 2), 0.0, climb.scale, top=step == 3)
-    assert (then, climb.ending, climb.scale) == ("over", "flat", 1.0)
+    """Unless the bound is a ceiling below the learning rate that was given: then it is the ceiling that ends it."""
+    for bound, ending in ((100.0, "flat"), (0.1, "limit")):
+        climb = Climb(1000)
+        for step in range(1, 30):
+            then = climb.update(step, 1.0 + 0.1 * (step % 2), 0.0, climb.scale, top=climb.scale >= bound)
+            if then == "over":
+                break
+        assert (then, climb.ending) == ("over", ending)
+        assert climb.scale == (1.0 if ending == "flat" else climb.supported / 2.5)
 
 
 @pytest.mark.parametrize(("total", "most", "warm"), [(None, 200, 50), (100, 24, 6), (500, 50, 30), (10**6, 200, 500)])

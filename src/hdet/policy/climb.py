@@ -137,7 +137,10 @@ class Climb:
         self.slopes.append(slope / self.path)
         found = self._decide(slope)
         if found == "raise":
-            return None if not top else "flat" if self.is_far else "limit"
+            if not top:
+                return None
+            # Far at a bound below the rate that was given is a user's ceiling; above it, nothing has responded.
+            return "flat" if self.is_far and self.supported > 1 else "limit"
         return found
 
     def _decide(self, slope: float) -> Ending | Literal["raise"] | None:
