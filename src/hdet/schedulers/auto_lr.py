@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from hdet.checks import LARGEST, number, numbers_of, require, require_one_of, shown, whole, whole_of
+from hdet.checks import number, require, require_one_of, shown, whole, whole_of
 from hdet.engine.state import adopted
 from hdet.found import Found
 from hdet.knobs import Knob
@@ -40,6 +40,7 @@ from hdet.schedulers._build import (
     warn_if_alone,
 )
 from hdet.schedulers._common import MAX_LR, Common, Gradients, require_total_steps
+from hdet.schedulers._cooldown import Cooldown
 from hdet.schedulers._lookahead import check_schedule, constant_schedule, has_steps, length_of, shape_of
 from hdet.schedulers._torch_state import (
     all_of,
@@ -175,7 +176,7 @@ class AutoLR(RoundScheduler, LRScheduler):
             part.base_lrs = [float(lr) for lr in part.base_lrs]
         lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._schedule_lrs = lrs[: len(self.base_lrs)]
-        self._cooling: tuple[int, int, float] | None = None
+        self._cooling: Cooldown | None = None
         self._planned_steps = self.total_steps
         loop = make_loop(
             common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self._step,
@@ -308,24 +309,20 @@ class AutoLR(RoundScheduler, LRScheduler):
             if isinstance(self.schedule, OneCycleLR) and self._step + steps > self.schedule.total_steps:
                 left = self.schedule.total_steps - self._step
                 raise ValueError(f"steps must be at most {left}, where the OneCycleLR ends, but got steps={steps}")
-            self._cool((self._step, int(steps), self._cooled()))
+            self._cool(Cooldown(self._step, int(steps), self._cooled()))
             self._refresh()
 
-    def _cool(self, cooling: tuple[int, int, float] | None) -> None:
-        """From a step, within so many, from a share of the schedule; None for no cooldown, or one taken back."""
+    def _cool(self, cooling: Cooldown | None) -> None:
+        """None for no cooldown, or one that is taken back."""
         self._cooling = cooling
         self.total_steps, hold = self._planned_steps, self._planned_hold
         if cooling is not None:
-            begun, steps, _ = cooling
-            self.total_steps, hold = begun + steps, min(hold, begun)
+            self.total_steps, hold = cooling.end, min(hold, cooling.begun)
         self._rounds.policy.hold_from(hold)
 
     def _cooled(self) -> float:
         """What a cooldown has left of the schedule."""
-        if self._cooling is None:
-            return 1.0
-        begun, steps, share = self._cooling
-        return share * max(1 - (self._step - begun) / steps, 0.0)
+        return 1.0 if self._cooling is None else self._cooling.left(self._step)
 
     def _scheduled(self) -> list[float]:
         """What the schedule gives the param groups that it knows, cooled down."""
@@ -338,14 +335,13 @@ class AutoLR(RoundScheduler, LRScheduler):
         """The learning rates as they were so far, to print, to save, and to train with again."""
         loop = self._rounds
         climb, groups = loop.policy.climb, self.optimizer.param_groups
-        over = climb is not None and climb.ended is not None
         return Found(
             tuple(str(group.get("name", f"group{k}")) for k, group in enumerate(groups)),
             tuple(loop.curve.steps),
             tuple(map(tuple, loop.curve.values)),
             None if math.isinf(self.total_steps) else int(self.total_steps),
-            climb.ended - climb.begun if climb is not None and climb.ended is not None else 0,
-            WHY[climb.ending] if over and climb is not None and climb.ending is not None else "",
+            0 if climb is None or climb.ended is None else climb.ended - climb.begun,
+            "" if climb is None or climb.ending is None else WHY[climb.ending],
         )
 
     def get_lr(self) -> list[float | Tensor]:
@@ -443,7 +439,7 @@ class AutoLR(RoundScheduler, LRScheduler):
                 steps = self._steps_of_schedule()
                 if steps != last_epoch:
                     raise ValueError(f"the schedule is at step {steps}, but last_epoch is {last_epoch}")
-            cooling = _cooling_of(state_dict["cooldown"])
+            cooling = Cooldown.of(state_dict["cooldown"])
             rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
         except Exception as error:
             self.schedule.load_state_dict(before[0])
@@ -477,12 +473,3 @@ def _max_lrs(given: Any, num_groups: int) -> list[float]:
 
 def _as_float(lr: Any) -> Any:
     return float(lr) if isinstance(lr, Tensor) and lr.numel() == 1 else lr
-
-
-def _cooling_of(saved: Any) -> tuple[int, int, float] | None:
-    found = numbers_of(saved, "cooldown", None, low=0, high=LARGEST)
-    if not len(found):
-        return None
-    if len(found) != 3 or (found[:2] % 1).any() or found[1] < 1 or found[2] > 1:
-        raise ValueError(f"cooldown must be a step, a number of steps and a share in [0, 1], but got {shown(saved)}")
-    return int(found[0]), int(found[1]), float(found[2])
