@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from hdet.checks import number, require, require_one_of, shown, whole, whole_of
+from hdet.checks import require, require_one_of, whole, whole_of
 from hdet.engine.state import adopted
 from hdet.found import Found
 from hdet.knobs import Knob
@@ -39,6 +39,7 @@ from hdet.schedulers._build import (
     refuse_outer_step,
     warn_if_alone,
 )
+from hdet.schedulers._ceiling import Ceiling
 from hdet.schedulers._common import MAX_LR, Common, Gradients, require_total_steps
 from hdet.schedulers._cooldown import Cooldown
 from hdet.schedulers._lookahead import check_schedule, constant_schedule, has_steps, length_of, shape_of
@@ -152,7 +153,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         refuse_second(optimizer)
         spread = adapt.spread if kind == "loss" else 0.0
         beside = make_knobs(common, knobs)
-        self._max_lrs = _max_lrs(max_lr, len(optimizer.param_groups))
+        self._ceiling = Ceiling(max_lr, len(optimizer.param_groups))
         facts = {"schedule": type(schedule).__name__, "signal": signal, "max_lr": str(max_lr), **common.facts()}
         replicas = agree(common, beside, facts, spread=spread)
         warn_if_alone(beside, replicas)
@@ -232,8 +233,8 @@ class AutoLR(RoundScheduler, LRScheduler):
                 loop.end_step(step, self._scheduled(), last=last)
             self._advance_schedule()
             self._step = step
-            if self._max_lrs:
-                self._limit()
+            if self._ceiling.lrs:
+                self._ceiling.hold(loop.values, self._schedule_lrs)
             self._write_lrs(self._scheduled())
 
     @property
@@ -352,21 +353,9 @@ class AutoLR(RoundScheduler, LRScheduler):
         return self._scheduled()[0]
 
     def _refresh(self) -> None:
-        if self._max_lrs:
-            self._limit()
+        if self._ceiling.lrs:
+            self._ceiling.hold(self._rounds.values, self._schedule_lrs)
         self._write_lrs(self._scheduled())
-
-    def _limit(self) -> None:
-        """Bring the scales down to where no replica's learning rate exceeds ``max_lr`` at the schedule's value now."""
-        values = self._rounds.values
-        steering = values.steering
-        highest = [math.inf] * steering.num_lrs
-        for k, (lr, knob) in enumerate(zip(values.of_all(self._schedule_lrs), values.knob_of_group, strict=True)):
-            if lr > 0:
-                most = self._max_lrs[k] if k < len(self._max_lrs) else self._max_lrs[0]
-                highest[knob] = min(highest[knob], most / (float(lr) * (1 + steering.spread)))
-        if steering.limit(highest):
-            values.update()
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -456,19 +445,6 @@ class AutoLR(RoundScheduler, LRScheduler):
 def _counter_of(schedule: Any) -> Any:
     """What has the number of a schedule's steps: ChainedScheduler counts through its parts."""
     return schedule if hasattr(schedule, "last_epoch") else _counter_of(schedule._schedulers[-1])
-
-
-def _max_lrs(given: Any, num_groups: int) -> list[float]:
-    """One for each param group; empty where there is none."""
-    if given is None:
-        return []
-    found = list(given) if isinstance(given, (list, tuple)) else [given] * num_groups
-    if len(found) != num_groups or not all(0 < number(lr) <= MAX_LR for lr in found):
-        raise ValueError(
-            f"max_lr must be a finite number > 0, or one for each of {num_groups} param groups, but got "
-            f"max_lr={shown(given)}"
-        )
-    return [float(lr) for lr in found]
 
 
 def _as_float(lr: Any) -> Any:
