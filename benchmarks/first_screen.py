@@ -1,7 +1,7 @@
 """The README's picture and its table of figures, from records that climb.py has written.
 
     python benchmarks/first_screen.py                     # of the records in benchmarks/results: writes both
-    python benchmarks/first_screen.py a.json b.json       # of these
+    python benchmarks/first_screen.py a.json b.json       # of these; the picture has the first two
 
 A record has one task: fixed learning rates under three schedules, and AutoLR without a schedule from several starts.
 Every run is a dot; lines join medians over seeds.
@@ -19,9 +19,24 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks" / "results" / "climb"
 RECORDS = tuple(
-    ROOT / "benchmarks" / "results" / f"2026-11-15-climb-{task}.json" for task in ("shakespeare-gpt", "stdlib-gpt")
+    FOLDER / f"{name}.json"
+    for name in (
+        "shakespeare-gpt-adam-500",
+        "stdlib-gpt-adam-500",
+        "shakespeare-gpt-adam-2000",
+        "stdlib-gpt-adam-2000",
+        "fashion-adam-500",
+        "fashion-adam-2000",
+        "feed-adam-335",
+        "shakespeare-gpt-muon-500",
+        "shakespeare-gpt-sgd-500",
+        "shakespeare-gpt-lion-500",
+        "stdlib-gpt-lion-500",
+    )
 )
+NUM_PICTURED = 2
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "figures" / "any-start.svg"
 BEGIN, END = "<!-- figures: begin (python benchmarks/first_screen.py) -->\n", "<!-- figures: end -->\n"
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 880, 350, 46, 64, 52, 34
@@ -54,6 +69,7 @@ class Record:
     """All runs of a task."""
 
     task: str
+    optimizer: str
     steps: int
     runs: tuple[Point, ...]
 
@@ -69,7 +85,7 @@ class Record:
             schedule = "auto" if auto else each["schedule"]
             finite = loss is not None and math.isfinite(loss)
             runs.append(Point(schedule, run["lr"], run["seed"], loss if finite else math.inf))
-        return cls(data["task"], data["steps"], tuple(runs))
+        return cls(data["task"], data["optimizer"], data["steps"], tuple(runs))
 
     @property
     def seeds(self) -> list[int]:
@@ -112,7 +128,7 @@ def table(records: Iterable[Record]) -> str:
     for record in records:
         excess = record.excess()
         cells = [
-            f"`{record.task}`, {record.steps} steps",
+            f"`{record.task}`, {record.optimizer}, {record.steps} steps",
             _span(record.neighbours(-1)),
             _span(record.neighbours(1)),
             f"{statistics.median(excess):+.1f}%",
@@ -210,7 +226,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, default=PICTURE)
     args = parser.parse_args()
     records = [Record.read(path) for path in args.records]
-    args.svg.write_text(picture(records))
+    args.svg.write_text(picture(records[:NUM_PICTURED]))
     args.readme.write_text(filled(args.readme.read_text(), table(records)))
     print(table(records))
 
