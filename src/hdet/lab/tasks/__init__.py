@@ -10,13 +10,16 @@ from hdet.lab.tasks.base import Batch, Task, batch_of, split_rows
 from hdet.lab.tasks.fashion import FashionTask
 from hdet.lab.tasks.feed import FeedTask
 from hdet.lab.tasks.quadratic import QuadraticTask
+from hdet.lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet.lab.tasks.text import TextTask, shakespeare_gpt, shakespeare_gpt_10m, stdlib_gpt
+from hdet.lab.tasks.words import word_gpt
 
 __all__ = [
     "TASKS",
     "Batch",
     "FashionTask",
     "FeedTask",
+    "LSTMTask",
     "QuadraticTask",
     "Task",
     "TextTask",
@@ -24,14 +27,18 @@ __all__ = [
     "load_task",
     "shakespeare_gpt",
     "shakespeare_gpt_10m",
+    "shakespeare_lstm",
     "split_rows",
     "stdlib_gpt",
+    "word_gpt",
 ]
 
 TASKS: dict[str, Callable[..., Task]] = {
     "stdlib-gpt": lambda data, **options: stdlib_gpt(**options),
     "shakespeare-gpt": shakespeare_gpt,
     "shakespeare-gpt-10m": shakespeare_gpt_10m,
+    "word-gpt": word_gpt,
+    "lstm": shakespeare_lstm,
     "feed": FeedTask,
     "fashion": FashionTask,
     "quadratic": lambda data, **options: QuadraticTask(**options),
