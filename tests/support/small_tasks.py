@@ -21,6 +21,9 @@ from hdet.lab.tasks import (
     shakespeare_gpt_10m,
     shakespeare_lstm,
     stdlib_gpt,
+    tabular_classes,
+    tabular_regression,
+    tabular_regression_raw,
     word_gpt,
 )
 
@@ -98,6 +101,21 @@ def small_shakespeare(folder: Path, make: Callable[..., Task], **sizes: int) -> 
     return make(folder, sha256=None, batch_rows=12, num_validation=20, **(sizes or GPT_SIZES))
 
 
+def write_tables(folder: Path, *, num_rows: int = 50) -> None:
+    random = np.random.default_rng(0)
+    place = folder / "tabular"
+    place.mkdir()
+    digits = np.c_[random.integers(0, 17, (num_rows, 5)), np.full(num_rows, 3), np.arange(num_rows) % 10]
+    np.savetxt(place / "digits.csv.gz", digits, fmt="%d", delimiter=",")
+    np.savetxt(place / "diabetes_data_raw.csv.gz", random.normal(50.0, 20.0, (num_rows, 4)))
+    np.savetxt(place / "diabetes_target.csv.gz", random.normal(150.0, 70.0, num_rows))
+
+
+def small_tabular(folder: Path, make: Callable[..., Task]) -> Task:
+    write_tables(folder)
+    return make(folder, check=False, batch_rows=12, widths=(8, 8))
+
+
 @cache
 def example_of_the_docs() -> dict[str, Any]:
     (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
@@ -122,6 +140,9 @@ SMALL_TASKS: dict[str, Callable[[Path], Task]] = {
     "lstm": lambda folder: small_shakespeare(folder, shakespeare_lstm, context=8, width=8),
     "feed": small_feed,
     "fashion": small_fashion,
+    "tabular": lambda folder: small_tabular(folder, tabular_classes),
+    "tabular-regression": lambda folder: small_tabular(folder, tabular_regression),
+    "tabular-regression-raw": lambda folder: small_tabular(folder, tabular_regression_raw),
     "quadratic": lambda folder: QuadraticTask(dimension=7, batch_rows=12, num_rows=50),
     "wave": small_example,
 }
