@@ -16,6 +16,8 @@ from hdet.lab.models.gpt import GPT, next_token_loss
 from hdet.lab.tasks.base import Batch, decay_groups, random_rows
 from hdet.lab.tasks.download import check_sha256, read_or_download
 
+TRAIN_SHARE = 0.9
+"""Of a text, from its start; the rest validates."""
 STDLIB_BYTES = 4_000_000
 # Tests are not ordinary code, site-packages not Python's own; the other two hold tables and help texts.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -51,12 +53,12 @@ class TextTask:
         width: int = 128,
         num_heads: int = 4,
     ) -> None:
-        split = int(len(text) * 0.9)
+        split = int(len(text) * TRAIN_SHARE)
         self.num_train = split - context  # starts whose context and target lie in the training part
         if self.num_train < 1 or len(text) - split <= context:
             raise ValueError(f"the text must be longer than {10 * (context + 1)} tokens, but got {len(text)}")
         self.name = name
-        self.text = text.to(torch.uint8)
+        self.text = text.to(torch.uint8 if vocabulary <= 256 else torch.int16)
         self.vocabulary = vocabulary
         self.total_steps = total_steps
         self.batch_rows = batch_rows
@@ -123,6 +125,20 @@ def _sources(root: Path) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
+def read_shakespeare(data: str | Path, *, sha256: str | None = SHAKESPEARE_SHA256, download: bool = True) -> bytes:
+    """The bytes of ``tinyshakespeare/input.txt`` below ``data``; fetched and checked as in :func:`shakespeare_gpt`."""
+    path = Path(data) / "tinyshakespeare" / "input.txt"
+    text = read_or_download(path, SHAKESPEARE_URL, download=download)
+    check_sha256(text, sha256, path)
+    return text
+
+
+def characters(text: bytes) -> tuple[Tensor, int]:
+    """Each byte's number among the different bytes of ``text``, and how many there are."""
+    found, tokens = np.unique(np.frombuffer(text, dtype=np.uint8), return_inverse=True)
+    return torch.from_numpy(tokens), len(found)
+
+
 def shakespeare_gpt(
     data: str | Path = "data",
     *,
@@ -140,11 +156,8 @@ def shakespeare_gpt(
         name: of the task.
         **sizes: as in :class:`TextTask`.
     """
-    path = Path(data) / "tinyshakespeare" / "input.txt"
-    text = read_or_download(path, SHAKESPEARE_URL, download=download)
-    check_sha256(text, sha256, path)
-    characters, tokens = np.unique(np.frombuffer(text, dtype=np.uint8), return_inverse=True)
-    return TextTask(name, torch.from_numpy(tokens), len(characters), **sizes)
+    tokens, vocabulary = characters(read_shakespeare(data, sha256=sha256, download=download))
+    return TextTask(name, tokens, vocabulary, **sizes)
 
 
 def shakespeare_gpt_10m(data: str | Path = "data", **options: Any) -> TextTask:

@@ -1,0 +1,148 @@
+"""A small instance of every task, on data made up where the task has data of its own."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hdet.lab.tasks import (
+    TASKS,
+    FashionTask,
+    FeedTask,
+    QuadraticTask,
+    Task,
+    shakespeare_gpt,
+    shakespeare_gpt_10m,
+    shakespeare_lstm,
+    stdlib_gpt,
+    tabular_classes,
+    tabular_regression,
+    tabular_regression_raw,
+    word_gpt,
+)
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "lab.md"
+GPT_SIZES = {"context": 8, "num_layers": 1, "width": 8, "num_heads": 2}
+SMALL: dict[str, Any] = {**GPT_SIZES, "batch_rows": 12, "num_validation": 20}
+
+
+def write_shakespeare(folder: Path) -> None:
+    path = folder / "tinyshakespeare" / "input.txt"
+    path.parent.mkdir()
+    path.write_bytes(b"to be or not to be, that is the question\n" * 20)
+
+
+def write_feed(folder: Path, *, num_rows: int = 400, num_users: int = 7, num_items: int = 11) -> None:
+    random = np.random.default_rng(0)
+    place = folder / "kuairand-pure"
+    place.mkdir()
+    log = {
+        "user_id": random.integers(0, num_users, num_rows).astype(np.uint16),
+        "video_id": random.integers(0, num_items, num_rows).astype(np.uint16),
+        "time_ms_rel": np.sort(random.integers(0, 10**9, num_rows)).astype(np.uint32),
+        "time_ms_base": np.array([1650812741436]),
+        "date": np.repeat(20220425 + np.arange(8), num_rows // 8).astype(np.uint32),
+        "tab": random.integers(0, 3, num_rows).astype(np.uint8),
+        "duration_ms": random.integers(0, 10**5, num_rows).astype(np.uint32),
+    }
+    labels = {name: random.integers(0, 2, num_rows).astype(np.uint8) for name in ("is_click", "long_view", "is_like")}
+    np.savez(place / "log.npz", **log, **labels)  # type: ignore[arg-type]
+    user_fields = ["user_active_degree", "is_video_author", "is_live_streamer", "register_days_range"]
+    user_fields += [f"{kind}_user_num_range" for kind in ("follow", "fans", "friend")]
+    user_fields += [f"onehot_feat{i}" for i in range(18)]
+    users = {name: random.integers(-1, 3, num_users) for name in user_fields}
+    np.savez(place / "users.npz", user_id=np.arange(num_users), **users)  # type: ignore[arg-type]
+    items = {name: random.integers(-1, 5, num_items) for name in ("tag_first", "video_type", "upload_type")}
+    authors = random.integers(0, 10**6, num_items)
+    np.savez(place / "items.npz", video_id=np.arange(num_items), author_id=authors, **items)  # type: ignore[arg-type]
+    np.savez(
+        place / "histories.npz",
+        user_id=np.array([2, 5]),
+        watch_seq=np.array([1, 2, 3, 4, 5, 6]),
+        watch_seq_off=np.array([0, 2, 6]),
+        like_seq=np.array([2]),
+        like_seq_off=np.array([0, 1, 1]),
+        long_watch_seq=np.array([6]),
+        long_watch_seq_off=np.array([0, 0, 1]),
+    )
+
+
+def write_fashion(folder: Path, *, num_train: int = 40, num_test: int = 10) -> None:
+    random = np.random.default_rng(0)
+    place = folder / "fashion-mnist"
+    place.mkdir()
+    for part, num in (("train", num_train), ("t10k", num_test)):
+        images = random.integers(0, 256, (num, 28, 28)).astype(np.uint8)
+        labels = random.integers(0, 10, num).astype(np.uint8)
+        for name, array in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
+            header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, dtype=">u4").tobytes()
+            (place / f"{name}.gz").write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def small_fashion(folder: Path, **options: Any) -> FashionTask:
+    write_fashion(folder)
+    return FashionTask(folder, check=False, widths=(4, 8), batch_rows=12, **options)
+
+
+def small_feed(folder: Path) -> Task:
+    write_feed(folder)
+    return FeedTask(folder, batch_rows=12, history=3, width=8)
+
+
+def small_shakespeare(folder: Path, make: Callable[..., Task], **sizes: int) -> Task:
+    write_shakespeare(folder)
+    return make(folder, sha256=None, batch_rows=12, num_validation=20, **(sizes or GPT_SIZES))
+
+
+def write_tables(folder: Path, *, num_rows: int = 50) -> None:
+    random = np.random.default_rng(0)
+    place = folder / "tabular"
+    place.mkdir()
+    digits = np.c_[random.integers(0, 17, (num_rows, 5)), np.full(num_rows, 3), np.arange(num_rows) % 10]
+    np.savetxt(place / "digits.csv.gz", digits, fmt="%d", delimiter=",")
+    np.savetxt(place / "diabetes_data_raw.csv.gz", random.normal(50.0, 20.0, (num_rows, 4)))
+    np.savetxt(place / "diabetes_target.csv.gz", random.normal(150.0, 70.0, num_rows))
+
+
+def small_tabular(folder: Path, make: Callable[..., Task]) -> Task:
+    write_tables(folder)
+    return make(folder, check=False, batch_rows=12, widths=(8, 8))
+
+
+@cache
+def example_of_the_docs() -> dict[str, Any]:
+    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    before = dict(TASKS)
+    exec(compile(block, DOCS.name, "exec"), names)
+    TASKS.clear()
+    TASKS.update(before)
+    return names
+
+
+def small_example(folder: Path) -> Task:
+    task: Task = example_of_the_docs()["WaveTask"](batch_rows=12)
+    return task
+
+
+SMALL_TASKS: dict[str, Callable[[Path], Task]] = {
+    "stdlib-gpt": lambda folder: stdlib_gpt(max_bytes=20_000, **SMALL),
+    "shakespeare-gpt": lambda folder: small_shakespeare(folder, shakespeare_gpt),
+    "shakespeare-gpt-10m": lambda folder: small_shakespeare(folder, shakespeare_gpt_10m),
+    "word-gpt": lambda folder: small_shakespeare(folder, partial(word_gpt, num_words=5)),
+    "lstm": lambda folder: small_shakespeare(folder, shakespeare_lstm, context=8, width=8),
+    "feed": small_feed,
+    "fashion": small_fashion,
+    "tabular": lambda folder: small_tabular(folder, tabular_classes),
+    "tabular-regression": lambda folder: small_tabular(folder, tabular_regression),
+    "tabular-regression-raw": lambda folder: small_tabular(folder, tabular_regression_raw),
+    "quadratic": lambda folder: QuadraticTask(dimension=7, batch_rows=12, num_rows=50),
+    "wave": small_example,
+}
