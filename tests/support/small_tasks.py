@@ -13,10 +13,14 @@ import numpy as np
 
 from hdet.lab.tasks import (
     TASKS,
+    FashionDiffusionTask,
     FashionTask,
+    FashionViTTask,
     FeedTask,
     QuadraticTask,
     Task,
+    fashion_batch_8,
+    fashion_batch_1024,
     shakespeare_gpt,
     shakespeare_gpt_10m,
     shakespeare_lstm,
@@ -86,9 +90,19 @@ def write_fashion(folder: Path, *, num_train: int = 40, num_test: int = 10) -> N
             (place / f"{name}.gz").write_bytes(gzip.compress(header + array.tobytes()))
 
 
-def small_fashion(folder: Path, **options: Any) -> FashionTask:
+def small_fashion(folder: Path, make: Callable[..., FashionTask] = FashionTask) -> FashionTask:
     write_fashion(folder)
-    return FashionTask(folder, check=False, widths=(4, 8), batch_rows=12, **options)
+    return make(folder, check=False, widths=(4, 8), batch_rows=12)
+
+
+def small_vit(folder: Path) -> FashionViTTask:
+    write_fashion(folder)
+    return FashionViTTask(folder, check=False, num_layers=1, width=8, num_heads=2, batch_rows=12)
+
+
+def small_diffusion(folder: Path) -> FashionDiffusionTask:
+    write_fashion(folder)
+    return FashionDiffusionTask(folder, check=False, widths=(8,), num_draws=16, batch_rows=12)
 
 
 def small_feed(folder: Path) -> Task:
@@ -140,6 +154,10 @@ SMALL_TASKS: dict[str, Callable[[Path], Task]] = {
     "lstm": lambda folder: small_shakespeare(folder, shakespeare_lstm, context=8, width=8),
     "feed": small_feed,
     "fashion": small_fashion,
+    "fashion-batch-8": lambda folder: small_fashion(folder, fashion_batch_8),
+    "fashion-batch-1024": lambda folder: small_fashion(folder, fashion_batch_1024),
+    "fashion-vit": small_vit,
+    "fashion-diffusion": small_diffusion,
     "tabular": lambda folder: small_tabular(folder, tabular_classes),
     "tabular-regression": lambda folder: small_tabular(folder, tabular_regression),
     "tabular-regression-raw": lambda folder: small_tabular(folder, tabular_regression_raw),

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hdet.lab.tasks.base import Batch, Task, batch_of, split_rows
-from hdet.lab.tasks.fashion import FashionTask
+from hdet.lab.tasks.diffusion import FashionDiffusionTask
+from hdet.lab.tasks.fashion import FashionTask, fashion_batch_8, fashion_batch_1024
+from hdet.lab.tasks.fashion_vit import FashionViTTask
 from hdet.lab.tasks.feed import FeedTask
 from hdet.lab.tasks.quadratic import QuadraticTask
 from hdet.lab.tasks.recurrent import LSTMTask, shakespeare_lstm
@@ -18,7 +20,9 @@ from hdet.lab.tasks.words import word_gpt
 __all__ = [
     "TASKS",
     "Batch",
+    "FashionDiffusionTask",
     "FashionTask",
+    "FashionViTTask",
     "FeedTask",
     "LSTMTask",
     "QuadraticTask",
@@ -26,6 +30,8 @@ __all__ = [
     "Task",
     "TextTask",
     "batch_of",
+    "fashion_batch_8",
+    "fashion_batch_1024",
     "load_task",
     "shakespeare_gpt",
     "shakespeare_gpt_10m",
@@ -46,6 +52,10 @@ TASKS: dict[str, Callable[..., Task]] = {
     "lstm": shakespeare_lstm,
     "feed": FeedTask,
     "fashion": FashionTask,
+    "fashion-batch-8": fashion_batch_8,
+    "fashion-batch-1024": fashion_batch_1024,
+    "fashion-vit": FashionViTTask,
+    "fashion-diffusion": FashionDiffusionTask,
     "tabular": tabular_classes,
     "tabular-regression": tabular_regression,
     "tabular-regression-raw": tabular_regression_raw,
