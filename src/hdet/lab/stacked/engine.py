@@ -254,7 +254,7 @@ class StackedModels:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """(R,): loss of each run's final weights in evaluation mode over ``batches`` of (rows, ...), the same for all."""
+        """(R,): loss of each run's final weights in evaluation mode over ``batches`` of (rows, ...) that all share."""
         mean, buffers = self.final(), mean_buffers(self.buffers)
         total, rows = torch.zeros_like(mean[:, 0]), 0
         for batch in batches:
