@@ -41,7 +41,7 @@ def train_stacked(rule: Rule) -> tuple[Tensor, Tensor]:
 
 
 def train_slowly(stepper: Stepper) -> Tensor:
-    theta = TASK.build(0).state_dict()["theta"].double()
+    theta: Tensor = TASK.build(0).state_dict()["theta"].double()
     for step in range(STEPS):
         theta = stepper(theta, gradient_at(theta, step), LRS[step])
     return theta
