@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hdet.lab.tasks.base import Batch, Task, batch_of, split_rows
+from hdet.lab.tasks.code import code_gpt
 from hdet.lab.tasks.diffusion import FashionDiffusionTask
 from hdet.lab.tasks.fashion import FashionTask, fashion_batch_8, fashion_batch_1024
 from hdet.lab.tasks.fashion_vit import FashionViTTask
@@ -30,6 +31,7 @@ __all__ = [
     "Task",
     "TextTask",
     "batch_of",
+    "code_gpt",
     "fashion_batch_8",
     "fashion_batch_1024",
     "load_task",
@@ -46,6 +48,7 @@ __all__ = [
 
 TASKS: dict[str, Callable[..., Task]] = {
     "stdlib-gpt": lambda data, **options: stdlib_gpt(**options),
+    "code-gpt": code_gpt,
     "shakespeare-gpt": shakespeare_gpt,
     "shakespeare-gpt-10m": shakespeare_gpt_10m,
     "word-gpt": word_gpt,
