@@ -19,11 +19,14 @@ from hdet.lab.tasks import (
     FashionTask,
     FashionViTTask,
     FeedTask,
+    FineTuneTask,
     QuadraticTask,
     Task,
     code_gpt,
     fashion_batch_8,
     fashion_batch_1024,
+    finetune_gpt,
+    finetune_lora,
     shakespeare_gpt,
     shakespeare_gpt_10m,
     shakespeare_lstm,
@@ -33,6 +36,7 @@ from hdet.lab.tasks import (
     tabular_regression_raw,
     word_gpt,
 )
+from hdet.lab.tasks.pretrained import Pretraining
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "lab.md"
@@ -148,6 +152,12 @@ def small_code(folder: Path) -> Task:
     return code_gpt(folder, wheels=write_wheels(folder), sha256=None, **SMALL)
 
 
+def small_finetune(folder: Path, make: Callable[..., FineTuneTask] = finetune_gpt) -> FineTuneTask:
+    write_shakespeare(folder)
+    code = {"wheels": write_wheels(folder), "sha256": None, "batch_rows": 4}
+    return make(folder, code=code, pretraining=Pretraining(steps=12), sha256=None, **SMALL)
+
+
 def small_tabular(folder: Path, make: Callable[..., Task]) -> Task:
     write_tables(folder)
     return make(folder, check=False, batch_rows=12, widths=(8, 8))
@@ -176,6 +186,8 @@ SMALL_TASKS: dict[str, Callable[[Path], Task]] = {
     "shakespeare-gpt-10m": lambda folder: small_shakespeare(folder, shakespeare_gpt_10m),
     "word-gpt": lambda folder: small_shakespeare(folder, partial(word_gpt, num_words=5)),
     "lstm": lambda folder: small_shakespeare(folder, shakespeare_lstm, context=8, width=8),
+    "finetune-gpt": lambda folder: small_finetune(folder, finetune_gpt),
+    "finetune-lora": lambda folder: small_finetune(folder, partial(finetune_lora, rank=2)),
     "feed": small_feed,
     "fashion": small_fashion,
     "fashion-batch-8": lambda folder: small_fashion(folder, fashion_batch_8),
