@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import re
+import zipfile
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -17,10 +19,14 @@ from hdet.lab.tasks import (
     FashionTask,
     FashionViTTask,
     FeedTask,
+    FineTuneTask,
     QuadraticTask,
     Task,
+    code_gpt,
     fashion_batch_8,
     fashion_batch_1024,
+    finetune_gpt,
+    finetune_lora,
     shakespeare_gpt,
     shakespeare_gpt_10m,
     shakespeare_lstm,
@@ -30,6 +36,7 @@ from hdet.lab.tasks import (
     tabular_regression_raw,
     word_gpt,
 )
+from hdet.lab.tasks.pretrained import Pretraining
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "lab.md"
@@ -125,6 +132,32 @@ def write_tables(folder: Path, *, num_rows: int = 50) -> None:
     np.savetxt(place / "diabetes_target.csv.gz", random.normal(150.0, 70.0, num_rows))
 
 
+def write_wheels(folder: Path) -> dict[str, str]:
+    """Two wheels below ``folder``; returns their pins."""
+    place = folder / "code" / "wheels"
+    place.mkdir(parents=True)
+    pins = {}
+    for package in ("north", "south"):
+        path = place / f"{package}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr(f"{package}/__init__.py", f"import {package}.code\n" * 10)
+            file.writestr(f"{package}/code.py", f"def {package}():\n    return 1\n" * 10)
+            file.writestr(f"{package}/tests/test_code.py", "assert True\n")
+            file.writestr(f"{package}/README", "nothing\n")
+        pins[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return pins
+
+
+def small_code(folder: Path) -> Task:
+    return code_gpt(folder, wheels=write_wheels(folder), sha256=None, **SMALL)
+
+
+def small_finetune(folder: Path, make: Callable[..., FineTuneTask] = finetune_gpt) -> FineTuneTask:
+    write_shakespeare(folder)
+    code = {"wheels": write_wheels(folder), "sha256": None, "batch_rows": 4}
+    return make(folder, code=code, pretraining=Pretraining(steps=12), sha256=None, **SMALL)
+
+
 def small_tabular(folder: Path, make: Callable[..., Task]) -> Task:
     write_tables(folder)
     return make(folder, check=False, batch_rows=12, widths=(8, 8))
@@ -148,10 +181,13 @@ def small_example(folder: Path) -> Task:
 
 SMALL_TASKS: dict[str, Callable[[Path], Task]] = {
     "stdlib-gpt": lambda folder: stdlib_gpt(max_bytes=20_000, **SMALL),
+    "code-gpt": small_code,
     "shakespeare-gpt": lambda folder: small_shakespeare(folder, shakespeare_gpt),
     "shakespeare-gpt-10m": lambda folder: small_shakespeare(folder, shakespeare_gpt_10m),
     "word-gpt": lambda folder: small_shakespeare(folder, partial(word_gpt, num_words=5)),
     "lstm": lambda folder: small_shakespeare(folder, shakespeare_lstm, context=8, width=8),
+    "finetune-gpt": lambda folder: small_finetune(folder, finetune_gpt),
+    "finetune-lora": lambda folder: small_finetune(folder, partial(finetune_lora, rank=2)),
     "feed": small_feed,
     "fashion": small_fashion,
     "fashion-batch-8": lambda folder: small_fashion(folder, fashion_batch_8),

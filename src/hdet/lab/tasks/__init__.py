@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hdet.lab.tasks.base import Batch, Task, batch_of, split_rows
+from hdet.lab.tasks.code import code_gpt
 from hdet.lab.tasks.diffusion import FashionDiffusionTask
 from hdet.lab.tasks.fashion import FashionTask, fashion_batch_8, fashion_batch_1024
 from hdet.lab.tasks.fashion_vit import FashionViTTask
 from hdet.lab.tasks.feed import FeedTask
+from hdet.lab.tasks.finetune import FineTuneTask, finetune_gpt, finetune_lora
 from hdet.lab.tasks.quadratic import QuadraticTask
 from hdet.lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet.lab.tasks.tabular import TabularTask, tabular_classes, tabular_regression, tabular_regression_raw
@@ -24,14 +26,18 @@ __all__ = [
     "FashionTask",
     "FashionViTTask",
     "FeedTask",
+    "FineTuneTask",
     "LSTMTask",
     "QuadraticTask",
     "TabularTask",
     "Task",
     "TextTask",
     "batch_of",
+    "code_gpt",
     "fashion_batch_8",
     "fashion_batch_1024",
+    "finetune_gpt",
+    "finetune_lora",
     "load_task",
     "shakespeare_gpt",
     "shakespeare_gpt_10m",
@@ -46,10 +52,13 @@ __all__ = [
 
 TASKS: dict[str, Callable[..., Task]] = {
     "stdlib-gpt": lambda data, **options: stdlib_gpt(**options),
+    "code-gpt": code_gpt,
     "shakespeare-gpt": shakespeare_gpt,
     "shakespeare-gpt-10m": shakespeare_gpt_10m,
     "word-gpt": word_gpt,
     "lstm": shakespeare_lstm,
+    "finetune-gpt": finetune_gpt,
+    "finetune-lora": finetune_lora,
     "feed": FeedTask,
     "fashion": FashionTask,
     "fashion-batch-8": fashion_batch_8,
