@@ -5,13 +5,14 @@ Several processes may work on the same folder: each claims a job with a file of 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,8 @@ class Runner:
         if name not in self._open:
             if name not in TASKS:
                 raise UsageError(f"there is no task {name}")
-            task = open_task(name, self.data)
+            with alone(self.out / "opening.claim"):  # some tasks fetch or make data, which two must not do at once
+                task = open_task(name, self.data)
             model = task.build(0)
             facts = provenance.describe(task) | {
                 "matmul_precision": torch.get_float32_matmul_precision(),
@@ -200,6 +202,17 @@ def take_claim(path: Path) -> bool:
     with os.fdopen(handle, "w") as file:
         file.write(str(os.getpid()))
     return True
+
+
+@contextlib.contextmanager
+def alone(claim: Path) -> Iterator[None]:
+    """Wait until no other process is inside."""
+    while not take_claim(claim):
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
