@@ -31,7 +31,8 @@ from hdet.engine.tally import Tally
 from hdet.engine.values import Values
 from hdet.history import RoundRecord
 from hdet.notices import tell
-from hdet.policy.round import Observed, RoundPolicy
+from hdet.policy.round import RoundPolicy
+from hdet.policy.verdict import Observed
 from hdet.replicas.agreement import Note, Table, compare_notes
 from hdet.signals.base import Signal, merged
 from hdet.signals.gradient import drop_nonfinite

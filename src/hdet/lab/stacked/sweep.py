@@ -27,9 +27,10 @@ from hdet.lab.tasks.base import Task
 from hdet.options import Adapt
 from hdet.policy.climb import Climb
 from hdet.policy.rollback import BrokenError, Rollback
-from hdet.policy.round import Observed, RoundPolicy, Verdict
+from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import Steering
 from hdet.policy.timing import has_time_to_climb, hold_start
+from hdet.policy.verdict import Observed, Verdict
 from hdet.schedulers._build import FIRST_SCALES, make_evidence_controller
 from hdet.signals.gradient import mean_and_error
 
