@@ -24,7 +24,7 @@ from hdet.lab.stacked.run import Run
 from hdet.policy.timing import default_interval
 from hdet.reports.drawing import Chart, write_pngs
 from hdet.reports.page import Table, facts_table, page
-from hdet.schedulers._build import starts_cold
+from hdet.schedulers._auto_settings import starts_cold
 
 RESULTS, PAGE = "results.json", "report.html"
 FINAL_SHARE = 0.02

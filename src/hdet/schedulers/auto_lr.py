@@ -19,6 +19,8 @@ from hdet.knobs import Knob
 from hdet.notices import tell
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.policy.climb import WHY
+from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
+from hdet.schedulers._auto_settings import SignalName, auto_settings, interval_for
 from hdet.schedulers._base import (
     STATE_VERSION,
     RoundScheduler,
@@ -28,17 +30,7 @@ from hdet.schedulers._base import (
     lrs_of,
     refuse_second,
 )
-from hdet.schedulers._build import (
-    SignalName,
-    agree,
-    auto_settings,
-    interval_for,
-    make_knobs,
-    make_loop,
-    panel_beside_lr,
-    refuse_outer_step,
-    warn_if_alone,
-)
+from hdet.schedulers._build import make_loop
 from hdet.schedulers._ceiling import Ceiling
 from hdet.schedulers._common import MAX_LR, Common, Gradients, require_total_steps
 from hdet.schedulers._cooldown import Cooldown

@@ -16,6 +16,7 @@ from hdet.checks import whole_of
 from hdet.controllers import JointController
 from hdet.knobs import Knob, LearningRate
 from hdet.options import Adapt, Averaging, Copies, Faults
+from hdet.schedulers._agreement import agree, make_knobs
 from hdet.schedulers._base import (
     STATE_VERSION,
     RoundScheduler,
@@ -25,7 +26,7 @@ from hdet.schedulers._base import (
     refuse_second,
     write_lr,
 )
-from hdet.schedulers._build import agree, make_knobs, make_loop
+from hdet.schedulers._build import make_loop
 from hdet.schedulers._common import Common, Gradients
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe

@@ -18,6 +18,8 @@ from hdet.checks import mapping_of
 from hdet.controllers import PaperController
 from hdet.knobs import Knob, Momentum
 from hdet.options import Adapt, Averaging, Copies, Faults
+from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
+from hdet.schedulers._auto_settings import auto_settings
 from hdet.schedulers._base import (
     STATE_VERSION,
     RoundScheduler,
@@ -26,15 +28,7 @@ from hdet.schedulers._base import (
     follow_momentum,
     refuse_second,
 )
-from hdet.schedulers._build import (
-    agree,
-    auto_settings,
-    make_knobs,
-    make_loop,
-    panel_beside_lr,
-    refuse_outer_step,
-    warn_if_alone,
-)
+from hdet.schedulers._build import make_loop
 from hdet.schedulers._common import Common, Gradients
 from hdet.schedulers._one_cycle_checks import (
     AGREED,

@@ -10,7 +10,7 @@ from hdet.controllers import Controller, PaperController
 from hdet.lab.recipes import SweepMethod as Method
 from hdet.policy.climb import Climb
 from hdet.policy.timing import has_time_to_climb, hold_start
-from hdet.schedulers._build import FIRST_SCALES, make_evidence_controller
+from hdet.schedulers._auto_settings import FIRST_SCALES, make_evidence_controller
 
 
 @dataclass(frozen=True)
