@@ -21,20 +21,15 @@ from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.policy.climb import WHY
 from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
 from hdet.schedulers._auto_settings import SignalName, auto_settings, interval_for
-from hdet.schedulers._base import (
-    STATE_VERSION,
-    RoundScheduler,
-    cannot_load,
-    check_version,
-    follow_momentum,
-    lrs_of,
-    refuse_second,
-)
+from hdet.schedulers._base import RoundScheduler
 from hdet.schedulers._build import make_loop
 from hdet.schedulers._ceiling import Ceiling
 from hdet.schedulers._common import MAX_LR, Common, Gradients, require_total_steps
 from hdet.schedulers._cooldown import Cooldown
+from hdet.schedulers._hooks import refuse_second
+from hdet.schedulers._joined import follow_momentum
 from hdet.schedulers._lookahead import check_schedule, constant_schedule, has_steps, length_of, shape_of
+from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version, lrs_of
 from hdet.schedulers._torch_state import (
     all_of,
     check_lrs,

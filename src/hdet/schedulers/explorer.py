@@ -17,17 +17,11 @@ from hdet.controllers import JointController
 from hdet.knobs import Knob, LearningRate
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._agreement import agree, make_knobs
-from hdet.schedulers._base import (
-    STATE_VERSION,
-    RoundScheduler,
-    cannot_load,
-    check_version,
-    lrs_of,
-    refuse_second,
-    write_lr,
-)
+from hdet.schedulers._base import RoundScheduler, write_lr
 from hdet.schedulers._build import make_loop
 from hdet.schedulers._common import Common, Gradients
+from hdet.schedulers._hooks import refuse_second
+from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version, lrs_of
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 

@@ -20,16 +20,11 @@ from hdet.knobs import Knob, Momentum
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
 from hdet.schedulers._auto_settings import auto_settings
-from hdet.schedulers._base import (
-    STATE_VERSION,
-    RoundScheduler,
-    cannot_load,
-    check_version,
-    follow_momentum,
-    refuse_second,
-)
+from hdet.schedulers._base import RoundScheduler
 from hdet.schedulers._build import make_loop
 from hdet.schedulers._common import Common, Gradients
+from hdet.schedulers._hooks import refuse_second
+from hdet.schedulers._joined import follow_momentum
 from hdet.schedulers._one_cycle_checks import (
     AGREED,
     check_last_epoch,
@@ -38,6 +33,7 @@ from hdet.schedulers._one_cycle_checks import (
     refuse_unused,
     total_steps_of,
 )
+from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version
 from hdet.schedulers._torch_state import check_one_cycle_state
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
