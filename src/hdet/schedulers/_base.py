@@ -87,7 +87,7 @@ class RoundScheduler:
         At the end of a round, on every replica; never inside the steps between.
         """
         optimizer = self.optimizer  # not self, which would keep itself alive
-        self._rounds.sinks.append(
+        self._rounds.journal.sinks.append(
             lambda record: sink(record, [str(g.get("name", f"group{k}")) for k, g in enumerate(optimizer.param_groups)])
         )
 

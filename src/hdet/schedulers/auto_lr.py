@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet.checks import require, require_one_of, whole, whole_of
+from hdet.engine.saving import load_rounds, save_rounds
 from hdet.engine.state import adopted
 from hdet.found import Found
 from hdet.knobs import Knob
@@ -262,8 +263,8 @@ class AutoLR(RoundScheduler, LRScheduler):
         climb, groups = loop.policy.climb, self.optimizer.param_groups
         return Found(
             tuple(str(group.get("name", f"group{k}")) for k, group in enumerate(groups)),
-            tuple(loop.curve.steps),
-            tuple(map(tuple, loop.curve.values)),
+            tuple(loop.journal.curve.steps),
+            tuple(map(tuple, loop.journal.curve.values)),
             None if math.isinf(self.total_steps) else int(self.total_steps),
             0 if climb is None or climb.ended is None else climb.ended - climb.begun,
             "" if climb is None or climb.ending is None else WHY[climb.ending],
@@ -295,7 +296,7 @@ class AutoLR(RoundScheduler, LRScheduler):
                 "last_epoch": self.last_epoch,
                 **self._wrapped.state_dict(),
                 "cooldown": [] if self._cooling is None else list(self._cooling),
-                "rounds": self._rounds.state_dict(),
+                "rounds": save_rounds(self._rounds),
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -328,7 +329,7 @@ class AutoLR(RoundScheduler, LRScheduler):
             "last_epoch": step,
             **schedule,
             "cooldown": [],
-            "rounds": adopted(loop.state_dict(), round_index=step // loop.policy.interval),
+            "rounds": adopted(save_rounds(loop), round_index=step // loop.policy.interval),
         }
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
@@ -338,7 +339,7 @@ class AutoLR(RoundScheduler, LRScheduler):
             last_epoch = whole_of(state_dict["last_epoch"], "last_epoch")
             wrapped.load(state_dict, rounds.values, step=last_epoch)
             cooling = Cooldown.of(state_dict["cooldown"])
-            rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
+            load_rounds(rounds, state_dict["rounds"], step=last_epoch)
         except Exception as error:
             wrapped.put_back(before)
             raise cannot_load(error) from error

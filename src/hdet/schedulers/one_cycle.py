@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR, _warn_get_lr_called_within_step
 
 from hdet.checks import mapping_of
 from hdet.controllers import PaperController
+from hdet.engine.saving import load_rounds, save_rounds
 from hdet.knobs import Knob, Momentum
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
@@ -318,7 +319,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
                 "last_epoch": self.last_epoch,
                 "step_count": self._step_count,
                 "schedule": {key: _plain(getattr(self, key)) for key in _SCHEDULE_KEYS if hasattr(self, key)},
-                "rounds": self._rounds.state_dict(),
+                "rounds": save_rounds(self._rounds),
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -349,7 +350,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
             groups = self.optimizer.param_groups
             self._check_schedule(groups if of_torch else groups[: rounds.values.num_scheduled(state_dict["rounds"])])
             if not of_torch:
-                rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
+                load_rounds(rounds, state_dict["rounds"], step=self.last_epoch)
         except Exception as error:
             self.__dict__.update(before)
             raise cannot_load(error) from error
