@@ -99,7 +99,8 @@ def test_a_run_of_so_many_minutes_finds_its_learning_rate_and_anneals() -> None:
     exec(compile(_section("So many minutes in Lightning"), "frameworks.md", "exec"), names)
     trainer, scheduler = names["trainer"], names["hdet"].scheduler
     found = scheduler.found()
-    assert scheduler.finished and scheduler.last_epoch == trainer.global_step
+    assert scheduler.finished
+    assert scheduler.last_epoch == trainer.global_step
     assert found.climb_steps > 0
     assert trainer.callbacks[1].begun
     assert scheduler.get_last_lr()[0] < 0.5 * found.peak_lrs[0]
