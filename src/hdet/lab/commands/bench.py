@@ -23,6 +23,8 @@ from hdet.lab.bench.suite import BY_NAME, DEFAULT_ENTRIES, METHODS, Entry, Metho
 from hdet.lab.runs.progress import RunBar
 
 POLL_S = 1.0
+MIN_STEPS = 60
+"""Fewer leave successive halving nothing for its last run."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class BenchOptions(Options):
         """UsageError for what cannot be run."""
         self.require("seeds", "one or more different integers >= 0",
                      bool(self.seeds) and min(self.seeds) >= 0 and len(set(self.seeds)) == len(self.seeds))  # fmt: skip
-        self.require("steps", "an integer >= 20", self.steps is None or self.steps >= 20)
+        self.require("steps", f"an integer >= {MIN_STEPS}", self.steps is None or self.steps >= MIN_STEPS)
         self.require("workers", "an integer >= 1", self.workers >= 1)
         self.require("methods", "one or more", bool(self.methods))
         self.require("device", "cpu or cuda", self.device in ("cpu", "cuda"))

@@ -62,7 +62,7 @@ def warm_noise(
 
 @torch.no_grad()
 def renew_statistics(task: Task, model: nn.Module, seed: int, num_steps: int) -> None:
-    """BatchNorm's statistics anew, from training batches: they are of weights that were trained, not of an average."""
+    """Renew BatchNorm's statistics from training batches: those there are belong to weights before an average."""
     if any(buffer.is_floating_point() for buffer in model.buffers()):
         for step in range(min(NUM_STATISTICS_STEPS, num_steps)):
             task.loss(model, batch_of(task, step, seed=seed))
