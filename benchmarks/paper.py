@@ -172,7 +172,7 @@ def flat(bench: Bench) -> list[Row]:
     """Sharpness of the mean at the end of runs at the best learning rate and at three times it."""
     low, rows = bench.best_lr()
     found: dict[int, dict[str, float]] = {}
-    sample = torch.cat([bench.task.rows(step, seed=99) for step in range(math.ceil(256 / bench.task.batch_rows))])
+    sample = torch.cat([bench.task.rows(step, seed=99) for step in range(math.ceil(128 / bench.task.batch_rows))])
 
     def look(run: Run, model: nn.Module) -> None:
         found[id(run)] = sharpness(bench.task, model, sample)

@@ -12,7 +12,7 @@ RADIUS = 0.05
 
 
 def sharpness(
-    task: Task, model: nn.Module, rows: Tensor, *, num_draws: int = 8, num_iterations: int = 15
+    task: Task, model: nn.Module, rows: Tensor, *, num_draws: int = 4, num_iterations: int = 10
 ) -> dict[str, float]:
     """Of the training loss on ``rows``, in evaluation mode.
 

@@ -289,13 +289,19 @@ def make_loop(
     kept_on, keep_every = common.copies.snapshot_device, 1
     if kept_on is None and (kept_on := host_if_large(optimizer)) is not None:
         keep_every = math.ceil(HOST_COPY_STEPS / interval)
+    on_line = kept is not None and spread > 0
+    if on_line and averaging.transport != "full":
+        raise ValueError(
+            f'transport must be "full" where rounds start on the line through the anchor, far from the last mean, but '
+            f"got transport={averaging.transport!r}"
+        )
     averager = Averager(
         optimizer,
-        Weights(optimizer, model, replicas),
+        Weights(optimizer, model, replicas, averaging.transport),
         apart=apart,
         shared_gradients=gradients != "local",
         anchor=kept,
-        on_line=kept is not None and spread > 0,
+        on_line=on_line,
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
         fallback=Fallback(Snapshot(kept_on), every=keep_every),
