@@ -16,11 +16,11 @@ from hdet.lab.tasks.quadratic import QuadraticTask
 SMALL: dict[str, dict[str, Any]] = {
     "shakespeare-gpt": {"context": 24, "batch_rows": 16, "width": 24, "num_layers": 2, "num_heads": 2,
                         "num_validation": 128},
-    "feed": {"batch_rows": 256, "history": 8, "width": 16, "field_width": 4, "num_layers": 1, "num_test_days": 1},
-    "fashion": {"batch_rows": 32, "widths": (8, 16, 16)},
+    "feed": {"batch_rows": 128, "history": 8, "width": 8, "field_width": 4, "num_layers": 1, "num_test_days": 1},
+    "fashion": {"batch_rows": 32, "widths": (4, 8, 8)},
     "quadratic": {},
 }  # fmt: skip
-STEPS = {"shakespeare-gpt": 240, "feed": 120, "fashion": 120, "quadratic": 300, "two-groups": 300}
+STEPS = {"shakespeare-gpt": 240, "feed": 100, "fashion": 100, "quadratic": 300, "two-groups": 300}
 FULL_STEPS = {"shakespeare-gpt": 600, "feed": 160, "fashion": 600, "quadratic": 1000}
 LRS = {
     "adam": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1),
