@@ -224,6 +224,7 @@ class RoundLoop:
             averaged=averaged,
             num_updates=tuple(int(n) for n in table.num_updates) if self.counts_updates else (),
             resumed_from=self._resumed_from,
+            held_out=reading.probed,
         )
         self._history.append(record)
         if record.phase != "climb":

@@ -34,6 +34,7 @@ from hdet.replicas.sharding import sharding
 from hdet.schedulers._common import Common
 from hdet.signals.base import Signal
 from hdet.signals.gradient import GradientSignal, default_sample_every
+from hdet.signals.held_out import HeldOutGradient
 from hdet.signals.loss import LossSignal
 from hdet.signals.probe import ProbeSignal
 from hdet.weights.anchor import Anchor
@@ -256,8 +257,21 @@ def make_loop(
         assert kept is not None
         every = adapt.sample_every or default_sample_every(optimizer, interval)
         num_ranks = replicas.count * replicas.num_parts
-        signals.append(GradientSignal(kept, knob_of_group, sample_every=every, num_ranks=num_ranks))
-    if knobs.probe is not None:
+        if knobs.probe is None or len(knobs):
+            signals.append(GradientSignal(kept, knob_of_group, sample_every=every, num_ranks=num_ranks))
+        else:
+            assert model is not None
+            signals.append(
+                HeldOutGradient(
+                    kept,
+                    knob_of_group,
+                    sample_every=every,
+                    num_ranks=num_ranks,
+                    probe=knobs.probe,
+                    model=model,
+                )
+            )
+    if knobs.probe is not None and (signal != "gradient" or len(knobs)):
         signals.append(ProbeSignal(knobs.probe, knobs.model))
     elif signal == "loss" or panel.controller is not None:
         signals.append(LossSignal())
