@@ -79,7 +79,7 @@ def test_a_probe_leaves_no_trace() -> None:
 def test_no_hook_of_the_users_sees_it() -> None:
     model, calls = make_model(), []
     for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: calls.append(p))
+        p.register_post_accumulate_grad_hook(lambda p: calls.append(p))  # type: ignore[no-untyped-call]
     probe_gradients(lambda: loss_of(model, 1), model, list(model.parameters()))
     assert not calls
 
