@@ -10,8 +10,8 @@ import numpy as np
 
 from hdet.checks import FloatArray
 from hdet.policy.panel import KnobEvidence
-from hdet.policy.round import Verdict
 from hdet.policy.steering import Steering
+from hdet.policy.verdict import Verdict
 
 Numbers = tuple[float, ...]
 
