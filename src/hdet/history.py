@@ -115,6 +115,7 @@ class RoundRecord:
         schedule: FloatArray,
         knob_of_group: Sequence[int],
         knobs: Mapping[str, Callable[[float], float]],
+        learned: Mapping[str, KnobRecord],
         **measured: Any,
     ) -> RoundRecord:
         """The record of the round that ``verdict`` has ended.
@@ -125,6 +126,7 @@ class RoundRecord:
             schedule: what the schedule alone gave each param group.
             knob_of_group: which of the steering's learning rates each param group has.
             knobs: of each knob beside the learning rates, its value at a position.
+            learned: knobs that are learned to first order, by name.
             measured: the other attributes of a record.
         """
         groups = list(knob_of_group)
@@ -143,7 +145,7 @@ class RoundRecord:
             held=verdict.held,
             phase=verdict.phase,
             events=verdict.events,
-            knobs=_knob_records(verdict, steering.positions(), knobs),
+            knobs={**_knob_records(verdict, steering.positions(), knobs), **learned},
             **measured,
         )
 

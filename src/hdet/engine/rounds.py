@@ -199,6 +199,7 @@ class RoundLoop:
             schedule=schedule,
             knob_of_group=self.values.knob_of_group,
             knobs={knob.name: knob.value_at for knob in self.knobs},
+            learned=reading.learned,
             step=step,
             losses=tuple(table.losses.tolist()),
             distance=distance,

@@ -27,6 +27,7 @@ from hdet.replicas.parameters import refuse_copies
 from hdet.replicas.sharding import sharding
 from hdet.schedulers._auto_settings import SignalName
 from hdet.schedulers._common import Common
+from hdet.schedulers._learned_decay import check_decay, make_decay
 from hdet.signals.base import Signal
 from hdet.signals.gradient import GradientSignal, default_sample_every
 from hdet.signals.held_out import HeldOutGradient
@@ -76,6 +77,7 @@ def make_loop(
     wanted = spread > 0 or gradients == "local" or any(panel.spreads)
     apart = wanted and replicas.count > 1
     _check(common, replicas, apart=apart, signal=signal, spread=spread)
+    check_decay(common, signal)
     spread = spread if apart else 0.0
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
     kept = None
@@ -186,7 +188,13 @@ def _make_signals(
             assert knobs.model is not None
             return [
                 HeldOutGradient(
-                    anchor, knob_of_group, sample_every=every, num_ranks=num_ranks, probe=knobs.probe, model=knobs.model
+                    anchor,
+                    knob_of_group,
+                    sample_every=every,
+                    num_ranks=num_ranks,
+                    probe=knobs.probe,
+                    model=knobs.model,
+                    decay=make_decay(common, anchor),
                 )
             ]
     if knobs.probe is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet.checks import FloatArray, whole_of
-from hdet.history import HeldOut
+from hdet.checks import FloatArray, shown, whole_of
+from hdet.history import HeldOut, KnobRecord
 from hdet.policy.faded import Faded, certain
 from hdet.replicas.group import Replicas
 from hdet.replicas.sharding import sharding
 from hdet.signals.base import Reading
+from hdet.signals.decay import DecayLearner
 from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, mean_and_error, unpack_samples
 from hdet.signals.probe import Probe, untouched
 from hdet.weights.anchor import Anchor
@@ -48,6 +49,7 @@ class HeldOutGradient(GradientSignal):
         probe: returns the loss on held-out data, as a tensor with its graph.
         model: put into evaluation mode meanwhile.
         probe_every: steps between probes.
+        decay: learns the weight decay from the same probes; None where it is given.
     """
 
     name = "held_out"
@@ -62,19 +64,22 @@ class HeldOutGradient(GradientSignal):
         probe: Probe,
         model: nn.Module,
         probe_every: int = PROBE_EVERY,
+        decay: DecayLearner | None = None,
     ) -> None:
         super().__init__(anchor, knob_of_group, sample_every=sample_every, num_ranks=num_ranks)
         self.probe = probe
         self.model = model
         self.probe_every = probe_every
+        self.decay = decay
+        self._acting = False
         self.num_steps = 0
         """Steps outside a climb, which is too short for probes and is undone."""
         self._start_over()
 
     @property
     def width(self) -> int:
-        """Numbers of a probe: a slope for each knob, and the loss."""
-        return self.num_knobs + 1
+        """Numbers of a probe: a slope for each knob, that of the weight decay, and the loss."""
+        return self.num_knobs + 2
 
     def _start_over(self) -> None:
         self.probes: FloatArray = np.empty((0, self.width))
@@ -98,10 +103,20 @@ class HeldOutGradient(GradientSignal):
             loss, gradients = probe_gradients(self.probe, self.model, parameters)
             with torch.no_grad():
                 self._probe_rows.append(self._probe_row(optimizer, loss, gradients))
+        if self.decay is not None:
+            self.decay.add_step(optimizer)
 
     def _probe_row(self, optimizer: Optimizer, loss: Tensor, gradients: Sequence[Tensor | None]) -> Tensor:
         slopes = self._dots(optimizer, gradients)
-        return torch.cat([slopes, (loss / self.num_ranks).to(slopes).reshape(1)])
+        by_decay = (
+            torch.zeros(()) if self.decay is None else self.decay.sample(optimizer, gradients, self._shares(optimizer))
+        )
+        return torch.cat(
+            [slopes, torch.stack([each.to(slopes) for each in (by_decay, loss.reshape(()) / self.num_ranks)])]
+        )
+
+    def measure(self, training_at_base: AbstractContextManager[None]) -> None:
+        self._acting = True
 
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
         super().share(replicas, losses)
@@ -118,14 +133,15 @@ class HeldOutGradient(GradientSignal):
         Optimism is counted in standard errors: it should not grow because probes are few.
         """
         if self.dense:
-            return super().drain()
+            return super().drain()._replace(learned=self._learned())
         if self._num_renewed != self.anchor.num_renewed:  # slopes are measured from elsewhere
             self.gap.forget()
             self.slope.forget()
             self._num_renewed = self.anchor.num_renewed
         if not len(self.probes):  # nothing is decided without one
             silent = np.full(self.num_knobs, math.nan)
-            return Reading(slopes=(silent, silent), probed=self._probed())
+            self._acting = False
+            return Reading(slopes=(silent, silent), probed=self._probed(), learned=self._learned())
         mean, error = mean_and_error(self.samples)
         for row in self.probes:
             slopes = row[: self.num_knobs]
@@ -133,11 +149,16 @@ class HeldOutGradient(GradientSignal):
             if known.any():
                 self.gap.add(np.where(known, slopes - mean, 0.0))
                 self.slope.add(slopes[known].sum(keepdims=True))
-        self._take(self.probes)
+        if self.decay is not None:
+            self.decay.learn(self.probes[:, -2], acting=self._acting)
         probed = self._probed()
         self.forget()
         gap = certain(self.gap.mean, self.gap.error) if self.gap.num >= MIN_PROBES else math.nan
-        return Reading(slopes=(mean + gap, error), probed=probed)
+        self._acting = False
+        return Reading(slopes=(mean + gap, error), probed=probed, learned=self._learned())
+
+    def _learned(self) -> dict[str, KnobRecord]:
+        return {} if self.decay is None else {"weight_decay": self.decay.record()}
 
     def _probed(self) -> HeldOut:
         losses = self.probes[:, -1]
@@ -145,9 +166,6 @@ class HeldOutGradient(GradientSignal):
         if self.slope.num >= MIN_PROBES:
             slope, error, z = (float(each[0]) for each in (self.slope.mean, self.slope.error, self.slope.z))
         return HeldOut(float(losses.mean()) if len(losses) else math.nan, slope, error, z)
-
-    def _take(self, probes: FloatArray) -> None:
-        """More to learn from the round's probes."""
 
     def forget(self) -> None:
         super().forget()
@@ -161,6 +179,7 @@ class HeldOutGradient(GradientSignal):
             "probes": self.probes.tolist(),
             "gap": self.gap.state_dict(),
             "slope": self.slope.state_dict(),
+            "decay": [] if self.decay is None else [self.decay.state_dict()],
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -169,6 +188,17 @@ class HeldOutGradient(GradientSignal):
         unpack_samples(state["probes"], self.width)
         for found in ("gap", "slope"):
             getattr(self, found).check_state(state[found])
+        for saved in self._decay_of(state):
+            if self.decay is not None:
+                self.decay.check_state(saved)
+
+    @staticmethod
+    def _decay_of(state: Mapping[str, Any]) -> list[Any]:
+        """Of a run that learned its weight decay, the state of that."""
+        found = state["decay"]
+        if not isinstance(found, list) or len(found) > 1 or not all(isinstance(each, Mapping) for each in found):
+            raise ValueError(f"decay must be a list of at most one state, but got {shown(found)}")
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
@@ -176,6 +206,9 @@ class HeldOutGradient(GradientSignal):
         self.num_steps, self.probes = int(state["num_steps"]), unpack_samples(state["probes"], self.width)
         self.gap.load_state_dict(state["gap"])
         self.slope.load_state_dict(state["slope"])
+        for saved in self._decay_of(state):
+            if self.decay is not None:
+                self.decay.load_state_dict(saved)
 
 
 def probe_gradients(probe: Probe, model: nn.Module, parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
