@@ -27,7 +27,7 @@ from hdet.lab.bench.train import Bench, Whole
 from hdet.lab.recipes import ADAM_BETAS, ADAMW_DECAY
 from hdet.lab.stacked.population import train_populations
 from hdet.lab.stacked.rivals import DAdaptAdam, DoG, Mechanic, NAdamW, Prodigy, RangeTest, Rule, ScheduleFree
-from hdet.lab.stacked.sweep import Run
+from hdet.lab.stacked.run import Run
 from hdet.policy.timing import default_interval
 
 Records = list[dict[str, Any]]

@@ -14,7 +14,8 @@ from torch import Tensor
 from hdet.lab.bench.suite import Entry
 from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.rivals import Rule
-from hdet.lab.stacked.sweep import Result, Run, sweep
+from hdet.lab.stacked.run import Result, Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks.base import Batch, Task
 
 NUM_POINTS = 20
