@@ -12,6 +12,8 @@ from hypothesis import settings
 
 from hdet.launch import preload
 
+pytest_plugins = ["stand_ins"]  # the fixture of all frameworks
+
 # A launched process imports the module of its test and everything that needs: seconds, unless it is there already.
 preload("pytest", "hypothesis", "hypothesis.strategies", "numpy.testing", "torch.distributed.fsdp")
 preload("hdet.lab.commands.train", "torch.utils.tensorboard", "torch._dynamo.backends.debugging")
