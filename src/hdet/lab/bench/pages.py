@@ -110,8 +110,10 @@ def _half(tasks: Sequence[TaskSummary]) -> list[str]:
         nothing = "yes" if line.method in NOTHING_SET else "no"
         worst = f"{percent(line.worst)} ({line.worst_task})"
         label = f"**{LABELS[line.method]}**" if line.method == "autolr" else LABELS[line.method]
-        rows.append([label, nothing, compute, str(line.num_tasks), _interval(line.mean, line.half_width), worst])
-    return table(["method", "nothing set", "runs of compute", "tasks", "mean excess", "worst task"], rows)
+        center = _interval(line.mean, line.half_width)
+        rows.append([label, nothing, compute, str(line.num_tasks), center, percent(line.median), worst])
+    heads = ["method", "nothing set", "runs of compute", "tasks", "mean excess", "median task", "worst task"]
+    return table(heads, rows)
 
 
 def _interval(center: float, half_width: float) -> str:
