@@ -173,6 +173,12 @@ def test_the_default_comes_from_half_a_alone(finished: Path) -> None:
     assert not (finished / "tabular" / "adamw-grid.json").exists()
 
 
+def test_a_default_is_used_as_soon_as_it_is_known(finished: Path) -> None:
+    """The files of the fixture, in the order in which they were written: the rest does not go first."""
+    written = sorted(finished.glob("tabular/*.json"), key=lambda path: path.stat().st_mtime_ns)
+    assert [path.stem for path in written] == ["grid", "autolr", "adamw", "prodigy"]
+
+
 def test_without_half_a_there_is_no_default(tmp_path: Path) -> None:
     problems = Runner(tmp_path, [Entry("tabular", "B", STEPS, task="quadratic")], ("adamw",), (0,)).run()
     assert problems == ["tabular/adamw is skipped: no default was chosen on half A"]
