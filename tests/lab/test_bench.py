@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hdet import AutoLR
 from hdet.command_line import UsageError
 from hdet.lab.bench import runner as runner_module
 from hdet.lab.bench.methods import HALVING_LRS, extension, found_lr, run_method
@@ -21,8 +22,9 @@ from hdet.lab.bench.suite import BY_NAME, ENTRIES, METHODS, Entry, half_decade, 
 from hdet.lab.bench.summary import duel, over_tasks, summarize, verdict
 from hdet.lab.bench.train import Bench, Whole, thinned
 from hdet.lab.commands import bench as command
+from hdet.lab.recipes import ADAM_BETAS
 from hdet.lab.stacked.sweep import sweep
-from hdet.lab.tasks.base import split_rows
+from hdet.lab.tasks.base import batch_of, split_rows
 from hdet.lab.tasks.quadratic import QuadraticTask
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +109,21 @@ def test_autolr_is_given_nothing_but_the_length() -> None:
     assert {record["lr"] for record in records} == {1e-8, 1e-4, 1e-2}
     assert {record["schedule"] for record in records} == {"none"}
     assert all(record["climb"][0] > 0 and len(record["lrs"]) <= 60 for record in records)
+
+
+@pytest.mark.parametrize("start", [1e-8, 1e-2])
+def test_autolr_of_the_benchmark_is_that_of_a_plain_loop(start: float) -> None:
+    model = SMALL.build(0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=start, betas=ADAM_BETAS)
+    scheduler = AutoLR(optimizer, total_steps=CLIMB_STEPS)
+    for step in range(CLIMB_STEPS):
+        optimizer.zero_grad()
+        loss = SMALL.loss(model, batch_of(SMALL, step, seed=0))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        scheduler.step(loss)
+    record = next(r for r in run_method(make_bench(steps=CLIMB_STEPS), "autolr") if (r["lr"], r["seed"]) == (start, 0))
+    assert record["loss"] == pytest.approx(SMALL.evaluate(model)["loss"], rel=1e-3)
 
 
 def test_parts_of_a_sweep_change_nothing() -> None:

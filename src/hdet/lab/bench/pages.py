@@ -77,7 +77,7 @@ def _figure(task: TaskSummary) -> str:
 
 def _results(tasks: Sequence[TaskSummary], records: Sequence[Record]) -> str:
     of_half = {half: [task for task in tasks if task.record.half == half] for half in HALVES}
-    lines = ["# Does it work", "", *_first_lines(of_half["B"]), "", *_how(records), ""]
+    lines = ["# Does it work", "", *_first_lines(of_half["B"]), "", *_how(tasks), ""]
     for half, title in HALVES.items():
         if of_half[half]:
             lines += [f"## {title}", "", *_half(of_half[half]), ""]
@@ -96,8 +96,8 @@ def _first_lines(tasks: Sequence[TaskSummary]) -> list[str]:
     return [first, "", *(f"- {part}" for part in said)]
 
 
-def _how(records: Sequence[Record]) -> list[str]:
-    missing = [name for name in DEFAULT_ENTRIES if name not in {record.name for record in records}]
+def _how(tasks: Sequence[TaskSummary]) -> list[str]:
+    missing = [name for name in DEFAULT_ENTRIES if name not in {task.record.name for task in tasks}]
     text = [_TARGET, "", _READING]
     return text + (["", f"Not measured: {', '.join(missing)}."] if missing else [])
 
