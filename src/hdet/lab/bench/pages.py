@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hdet.lab.bench import methods
 from hdet.lab.bench.figures import lr_figure
 from hdet.lab.bench.records import Record, load
 from hdet.lab.bench.statistics import t_interval
@@ -34,8 +35,7 @@ HALVES = {
 _TARGET = """\
 The target: ahead of every rival with nothing set on the mean over half B, within 1% of the best of the grid on each of
 its tasks, and ahead of random search with four times the compute. Defaults were chosen on half A; half B is reported
-whatever it says. Rivals, their schedules and their constants: `src/hdet/lab/bench/methods.py`. Every run:
-[results_runs.md](results_runs.md). The paper's configurations and earlier comparisons:
+whatever it says. Every run: [results_runs.md](results_runs.md). The paper's configurations and earlier comparisons:
 [results_paper.md](results_paper.md)."""
 _READING = """\
 Figures are shares by which the validation loss at the end is above that of the best fixed learning rate of the same
@@ -84,7 +84,20 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record]) -> str:
     both = of_half["B"] + of_half["A"]
     lines += ["## Ahead, level, behind", "", *_duels(of_half["B"], of_half["A"]), ""]
     lines += ["## Steps to a target", "", *_profile(both), "", "## Task by task", "", *_tasks(tasks), ""]
-    lines += ["## Figures", "", *_figures(tasks), "", "## Machines and data", "", *_facts(records), ""]
+    lines += [
+        "## How each method was run",
+        "",
+        _methods(),
+        "",
+        "## Figures",
+        "",
+        *_figures(tasks),
+        "",
+        "## Machines and data",
+        "",
+        *_facts(records),
+        "",
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -154,6 +167,11 @@ def _tasks(tasks: Sequence[TaskSummary]) -> list[str]:
     heads = ["task", "half", "steps", "seeds", "best of the grid", "its condition", "AutoLR by start", "worth"]
     said = "Worth: the fewest runs of a random search that are expected to reach AutoLR's mean over starts and seeds."
     return [said, "", *table(heads, rows)]
+
+
+def _methods() -> str:
+    """The list in the docstring of the methods, which is where they are kept up to date."""
+    return (methods.__doc__ or "").partition("\n\n")[2].strip().replace("``", "`")
 
 
 def _figures(tasks: Sequence[TaskSummary]) -> list[str]:
