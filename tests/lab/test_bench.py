@@ -242,6 +242,7 @@ def test_pages_come_from_the_records_and_nothing_else(finished: Path, tmp_path: 
     assert first == again
     assert set(first) == {"results.md", "results_runs.md", "bench-feed.svg", "bench-tabular.svg"}
     assert first["results.md"].splitlines()[2].startswith("**The target is ")
+    assert "- Chosen on half A for AdamW at one default: " in first["results.md"]
 
 
 def test_every_run_is_on_the_page_of_runs(finished: Path, tmp_path: Path) -> None:

@@ -84,20 +84,8 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record]) -> str:
     both = of_half["B"] + of_half["A"]
     lines += ["## Ahead, level, behind", "", *_duels(of_half["B"], of_half["A"]), ""]
     lines += ["## Steps to a target", "", *_profile(both), "", "## Task by task", "", *_tasks(tasks), ""]
-    lines += [
-        "## How each method was run",
-        "",
-        _methods(),
-        "",
-        "## Figures",
-        "",
-        *_figures(tasks),
-        "",
-        "## Machines and data",
-        "",
-        *_facts(records),
-        "",
-    ]
+    lines += ["## How each method was run", "", _methods(), *_defaults(records), ""]
+    lines += ["## Figures", "", *_figures(tasks), "", "## Machines and data", "", *_facts(records), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -172,6 +160,12 @@ def _tasks(tasks: Sequence[TaskSummary]) -> list[str]:
 def _methods() -> str:
     """The list in the docstring of the methods, which is where they are kept up to date."""
     return (methods.__doc__ or "").partition("\n\n")[2].strip().replace("``", "`")
+
+
+def _defaults(records: Sequence[Record]) -> list[str]:
+    """What was chosen on half A, as the records of its use have it."""
+    chosen = dict.fromkeys(pair for record in records for pair in record.defaults.items())
+    return [f"- Chosen on half A for {LABELS[method]}: {shape}, {lr:g}." for method, (shape, lr) in chosen]
 
 
 def _figures(tasks: Sequence[TaskSummary]) -> list[str]:
