@@ -62,22 +62,21 @@ class Runner:
         left = [job for job in jobs(self.entries, self.methods) if not self.is_done(job)]
         total = len(left)
         while left:
-            waiting: list[Job] = []
-            moved = False
-            for place, job in enumerate(left):
-                if job.method in CALIBRATIONS and not self.is_calibrated(CALIBRATIONS[job.method]):
-                    waiting.append(job)
-                    continue
+            # The first that need not wait: a default may have been chosen in the meantime.
+            job = next((job for job in left if self._is_ready(job)), None)
+            if job is not None:
+                left.remove(job)
                 problem = self._run_claimed(job)
                 problems += [problem] if problem else []
-                moved = True
-                progress(total - len(waiting) - (len(left) - place - 1), job.name)
-            if waiting and not moved:
-                if not self._others_calibrate(waiting):
-                    return problems + [f"{job.name} is skipped: no default was chosen on half A" for job in waiting]
+                progress(total - len(left), job.name)
+            elif self._others_calibrate(left):
                 time.sleep(0.5)
-            left = [job for job in waiting if not self.is_done(job)]
+            else:
+                return problems + [f"{job.name} is skipped: no default was chosen on half A" for job in left]
         return problems
+
+    def _is_ready(self, job: Job) -> bool:
+        return job.method not in CALIBRATIONS or self.is_calibrated(CALIBRATIONS[job.method])
 
     # -- files --------------------------------------------------------------------------------------------------
 
