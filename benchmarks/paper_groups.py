@@ -111,7 +111,9 @@ def low_rank(seed: int) -> Problem:
 
     def loss(num_rows: int) -> Tensor:
         x = torch.randn(num_rows, 64, generator=g)
-        return (x @ (b @ a - target).T + 0.3 * torch.randn(num_rows, 64, generator=g)).square().mean()
+        error: Tensor = x @ (b @ a - target).T + 0.3 * torch.randn(num_rows, 64, generator=g)
+        found: Tensor = error.square().mean()
+        return found
 
     return [[a], [b]], lambda _: loss(32), lambda: loss(4000).item()
 
@@ -140,7 +142,7 @@ def train(make: Callable[[int], Problem], optimizer_name: str, lr: float, seed: 
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(step)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         scheduler.step(loss.detach())
     with torch.no_grad():

@@ -98,8 +98,9 @@ def make_mean(name: str, start: Tensor) -> Mean:
     kind, _, value = name.partition(":")
     if kind == "elastic":
         return Elastic(float(value or 0.9) / len(start), start)  # beta = N a = 0.9, as its authors have it
-    if kind == "bfloat16" or kind == "int8":
-        return Coded(kind, start)
+    transports: dict[str, Transport] = {"bfloat16": "bfloat16", "int8": "int8"}
+    if kind in transports:
+        return Coded(transports[kind], start)
     if kind == "fragments":
         return Fragments(int(value or 4), start)
     if kind == "nesterov":
