@@ -23,7 +23,8 @@ import torch
 
 from hdet import __version__
 from hdet.lab.runs import provenance
-from hdet.lab.stacked.sweep import Result, Run, sweep
+from hdet.lab.stacked.run import Result, Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks import TASKS, load_task
 from hdet.lab.tasks.base import Task
 from hdet.policy.timing import default_interval
@@ -63,6 +64,7 @@ def main() -> None:
     if args.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")
     task = load_task(args.task, args.data)
+    provenance.tell_note(task)
     num_steps = args.steps or task.total_steps
     starts = args.starts or STARTS.get(args.optimizer, ADAM_STARTS)
     record: dict[str, Any] = {

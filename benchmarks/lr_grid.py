@@ -24,7 +24,8 @@ import torch
 
 from hdet import __version__
 from hdet.lab.recipes import starts as default_starts
-from hdet.lab.stacked.sweep import Result, Run, sweep
+from hdet.lab.stacked.run import Result, Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks import TASKS, load_task
 from hdet.policy.timing import default_interval
 

@@ -23,7 +23,8 @@ import torch
 
 from hdet import __version__
 from hdet.lab.recipes import SweepMethod
-from hdet.lab.stacked.sweep import Result, Run, sweep
+from hdet.lab.stacked.run import Result, Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks import stdlib_gpt
 from hdet.policy.timing import default_interval
 

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from hdet.lab.commands.ablate import find_divergence
 from hdet.lab.runs import provenance
-from hdet.lab.stacked.sweep import Run, sweep
+from hdet.lab.stacked.run import Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks.base import Task
 from paper_loop import ASSIGNMENTS, Setting, printed_gamma, train
 from paper_sharpness import sharpness

@@ -145,7 +145,7 @@ def _go_on(folder: str) -> dict[str, Any]:
         assert run.lrs() == in_other_order[name].lrs(), name
         scheduler: Any = run.scheduler
         rho = scheduler._rounds.steering.multipliers[0].tolist()
-        (schedule,) = scheduler._base_lrs if name == "nesterov" else scheduler._schedule_lrs
+        schedule = scheduler._first_lr()
         (lr,) = run.lrs()
         with run.scheduler.converged():
             state = run.scheduler.state_dict()["rounds"]

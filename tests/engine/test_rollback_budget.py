@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
 from hdet import AutoLR, Faults
-from hdet.lab.stacked.sweep import MAX_ROLLBACKS, Run, _Steered
+from hdet.lab.stacked.run import Run
+from hdet.lab.stacked.steered import MAX_ROLLBACKS, Steered
 from hdet.policy.rollback import CUT, RECOVERY, Budget
 from options import grouped
 
@@ -158,7 +159,7 @@ def test_a_resumed_run_knows_what_it_has_spent() -> None:
 
 
 def test_the_stacked_engine_holds_its_scale_too() -> None:
-    steered = _Steered(Run(lr=0.1, method="gradient", interval=T, start=0.0, climb=False), np.ones(1000 * T))
+    steered = Steered(Run(lr=0.1, method="gradient", interval=T, start=0.0, climb=False), np.ones(1000 * T))
 
     def end_round(index: int, loss: float) -> bool:
         for step in range(T):
@@ -180,7 +181,7 @@ def test_the_stacked_engine_holds_its_scale_too() -> None:
 
 
 def test_the_stacked_engine_gives_up_where_real_processes_do() -> None:
-    steered = _Steered(Run(lr=0.1, method="gradient", interval=T, climb=False), np.ones(1000 * T))
+    steered = Steered(Run(lr=0.1, method="gradient", interval=T, climb=False), np.ones(1000 * T))
     for index in range(30):
         steered.take(np.array([math.nan]), math.nan)
         verdict = steered.end_round(T * (index + 1), np.array([True]), 1.0, last=False)

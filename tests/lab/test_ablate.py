@@ -20,7 +20,8 @@ from hdet.lab.experiment import final_loss
 from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.inputs import warm_noise
 from hdet.lab.stacked.optim import SGD
-from hdet.lab.stacked.sweep import Run, sweep
+from hdet.lab.stacked.run import Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks import QuadraticTask, stdlib_gpt
 
 NAN, INF = math.nan, math.inf

@@ -25,7 +25,8 @@ from hdet.lab.reports import compare as compare_report
 from hdet.lab.stacked.engine import StackedModels
 from hdet.lab.stacked.optim import Adam
 from hdet.lab.stacked.population import FACTORS, exploit, log_uniform, train_populations
-from hdet.lab.stacked.sweep import Run, sweep
+from hdet.lab.stacked.run import Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks import QuadraticTask, TextTask, batch_of
 
 SIZES = ("dimension=4", "num_rows=256", "batch_rows=8", "noise=0.1")

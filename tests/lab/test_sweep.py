@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from hdet import Adapt, AutoLR, OneCycleAutoLR
 from hdet.lab.recipes import schedule_table
-from hdet.lab.stacked.sweep import Run, sweep
+from hdet.lab.stacked.run import Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks import TextTask, batch_of
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch

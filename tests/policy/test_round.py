@@ -11,8 +11,9 @@ import pytest
 
 from hdet.controllers import EvidenceController
 from hdet.policy.rollback import CUT, BrokenError, Rollback
-from hdet.policy.round import Observed, RoundPolicy, Verdict
+from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import Steering
+from hdet.policy.verdict import Observed, Verdict
 
 T, N = 5, 4
 

@@ -109,7 +109,7 @@ def test_before_the_first_round_there_is_nothing_to_show(tmp_path: Path) -> None
 def test_a_history_that_was_cut_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make("AutoLR")
     monkeypatch.setattr(
-        scheduler._rounds, "_history", type(scheduler._rounds._history)(maxlen=3)
+        scheduler._rounds.journal, "_records", type(scheduler._rounds.journal._records)(maxlen=3)
     )  # as after 1000 rounds, of which a test has no time
     html = train(scheduler).report(tmp_path / "out.html").read_text()
     assert "The first 7 rounds are not in the records" in html
@@ -164,7 +164,7 @@ def test_plot_draws_into_axes_of_the_users(auto: Any) -> None:
 
 def test_rounds_that_were_undone_are_marked() -> None:
     scheduler = train(make("AutoLR"))
-    history = scheduler._rounds._history
+    history = scheduler._rounds.journal._records
     history[5] = replace(history[5], num_rollbacks=1)
     labels = [text.get_text() for text in scheduler.plot().get_legend().get_texts()]
     assert "not finite, or undone" in labels

@@ -250,7 +250,7 @@ def _go_on(path: str, signal: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "the round that ended at step")
     run = _Run(signal)
     run.load(path)
-    out: dict[str, Any] = {"lrs": run.lrs(), "schedule": list(run.scheduler._schedule_lrs)}
+    out: dict[str, Any] = {"lrs": run.lrs(), "schedule": list(run.scheduler._wrapped.lrs)}
     with run.scheduler.converged():
         out["rounds"] = _rounds(run)
         out["centre"] = run.weights()

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hdet.lab.recipes import schedule_table
-from hdet.lab.stacked.sweep import Run, sweep
+from hdet.lab.stacked.run import Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks import Batch
 from hdet.lab.tasks.base import random_rows
 

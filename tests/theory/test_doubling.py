@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from hdet.lab.stacked.sweep import Result, Run, sweep
+from hdet.lab.stacked.run import Result, Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks.quadratic import QuadraticTask
 
 STARTS = (1e-8, 1e-6, 1e-4, 1e-2)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from hdet.checks import BoolArray
 from hdet.engine.place import Place
 from hdet.engine.rollback import Fallback, Start
-from hdet.policy.round import Verdict
+from hdet.policy.verdict import Verdict
 from hdet.replicas.average import Flight, is_healthy
 from hdet.replicas.parameters import shape_digest
 from hdet.weights.anchor import Anchor

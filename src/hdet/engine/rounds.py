@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,20 +23,20 @@ from torch.optim import Optimizer
 
 from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
-from hdet.engine.curve import Curve
+from hdet.engine.journal import Journal
 from hdet.engine.place import Where
-from hdet.engine.state import read_round, refuse_copy
+from hdet.engine.rehearsal import is_rehearsal, refuse_capture
+from hdet.engine.state import refuse_copy
 from hdet.engine.tally import Tally
 from hdet.engine.values import Values
 from hdet.history import RoundRecord
-from hdet.notices import tell
-from hdet.policy.round import Observed, RoundPolicy
+from hdet.policy.round import RoundPolicy
+from hdet.policy.verdict import Observed
 from hdet.replicas.agreement import Note, Table, compare_notes
 from hdet.signals.base import Signal, merged
 from hdet.signals.gradient import drop_nonfinite
 from hdet.signals.loss import Loss
 
-HISTORY_ROUNDS = 1000
 FLIGHT = Where.FLIGHT
 
 
@@ -80,7 +79,6 @@ class RoundLoop:
         self.signals = tuple(signals)
         self.values = values
         self.knobs = values.knobs
-        self._joined_shared = True
         self.skip_nonfinite = skip_nonfinite
         self.active = self.apart or any(not signal.compares for signal in signals)
         self.counts_updates = self.active and self.replicas.group is not None
@@ -88,10 +86,7 @@ class RoundLoop:
         self._local = self._make_local()
         self._clock = clock
         self.tally = Tally(self.replicas, updates_alike=averager.shared_gradients)
-        self._resumed_from: int | None = None
-        self._history: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
-        self.curve = Curve()
-        self.sinks: list[Callable[[RoundRecord], object]] = []
+        self.journal = Journal()
 
     @property
     def finished(self) -> bool:
@@ -110,16 +105,16 @@ class RoundLoop:
     def follow(self, share: float) -> None:
         """The schedule of the next param group that it does not know is ``share`` of the first one's."""
         self.values.joined.append(share)
-        self._joined_shared = not self.apart
+        self.values.joined_alike = not self.apart
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def before_optimizer_step(self) -> None:
         """Set the anchor in the first step, when the weights are what training starts from; show signals the step."""
-        if _is_rehearsal(self.optimizer):
+        if is_rehearsal(self.optimizer):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self._check_capture()
+            refuse_capture(self.signals, self.averager)
         with self.lock:
             self.averager.before_step()
             for signal in self.signals:
@@ -128,19 +123,9 @@ class RoundLoop:
         if self.skip_nonfinite:
             drop_nonfinite(self.optimizer)
 
-    def _check_capture(self) -> None:
-        """Raise where what this does before a step would be part of a CUDA graph, and be repeated with every replay."""
-        for signal in self.signals:
-            signal.refuse_capture()
-        if not self.averager.has_begun:
-            raise RuntimeError(
-                "optimizer.step() must be called once, after the scheduler was constructed, before it is captured in a "
-                "CUDA graph: the first step sets the anchor"
-            )
-
     def after_optimizer_step(self) -> None:
         """Count it: replicas that share gradients must take the same steps."""
-        if not _is_rehearsal(self.optimizer):
+        if not is_rehearsal(self.optimizer):
             self.tally.num_updates += 1
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
@@ -203,10 +188,8 @@ class RoundLoop:
         distance, averaged = self.averager.end_round(step, verdict, self.values.multipliers(), last=last)
         for message in verdict.messages:
             warnings.warn(message, stacklevel=5)
-        if verdict.phase == "climb" and not verdict.messages:
-            for event in verdict.events:
-                if not self._history or event not in self._history[-1].events:  # a model may be broken for long
-                    tell(event)
+        if not verdict.messages:
+            self.journal.say(verdict)
         if last:
             self._end()
         self.values.update()
@@ -216,6 +199,7 @@ class RoundLoop:
             schedule=schedule,
             knob_of_group=self.values.knob_of_group,
             knobs={knob.name: knob.value_at for knob in self.knobs},
+            learned=reading.learned,
             step=step,
             losses=tuple(table.losses.tolist()),
             distance=distance,
@@ -223,17 +207,11 @@ class RoundLoop:
             probes=tuple(reading.losses.tolist()) if reading.held_out and reading.losses is not None else (),
             averaged=averaged,
             num_updates=tuple(int(n) for n in table.num_updates) if self.counts_updates else (),
-            resumed_from=self._resumed_from,
+            resumed_from=self.journal.resumed_from,
+            held_out=reading.probed,
         )
-        self._history.append(record)
-        if record.phase != "climb":
-            self.curve.add(step, record.base_values)
-        elif not self.policy.climbing:
-            self.curve.begin(step, record.base_values)
-        self._resumed_from = None
         self.tally.reset()
-        for sink in self.sinks:
-            sink(record)
+        self.journal.write(record, climbing=self.policy.climbing)
 
     def _meet(self, step: int, *, losses_required: bool, asked: bool = False) -> Table:
         """Find out whether replicas can go on together, and bring to all what each has seen. Collectives."""
@@ -249,10 +227,10 @@ class RoundLoop:
             num_steps=self.policy.num_steps(step),
         )
         self.tally.share(table)
-        if not self._joined_shared:
+        if not self.values.joined_alike:
             # Each has taken up new param groups by its own learning rates, which differ.
-            self.values.joined = self.replicas.gather(self.values.joined, step=step).mean(axis=(0, 1)).tolist()
-            self._joined_shared = True
+            shares = self.replicas.gather(self.values.joined, step=step).mean(axis=(0, 1)).tolist()
+            self.values.set_joined(shares)
         for signal in self.signals:
             signal.share(self.replicas, table.losses)
         return table
@@ -260,6 +238,11 @@ class RoundLoop:
     def _end(self) -> None:
         self.place.finished = True
         self._local.close()
+
+    def reopen(self) -> None:
+        """Training goes on from a state that was saved before its end."""
+        if self.finished:
+            self._local = self._make_local()
 
     # -- a mean in mid-round ------------------------------------------------------------------------------------
 
@@ -310,7 +293,7 @@ class RoundLoop:
         self._end()
         self.values.write_knobs(at_base=True)
 
-    # -- state --------------------------------------------------------------------------------------------------
+    # -- copies -------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy with the optimizer and the model, where all that belongs to them is within reach."""
@@ -320,7 +303,7 @@ class RoundLoop:
                 "writes knobs into a model": len(self.knobs) > 0,
                 "calls a probe": self.knobs.probe is not None,
                 'has gradients="local"': self._make_local is not ExitStack,
-                "has sinks": bool(self.sinks),
+                "has sinks": bool(self.journal.sinks),
             }
         )
         return {key: value for key, value in vars(self).items() if key != "lock"}
@@ -332,71 +315,8 @@ class RoundLoop:
 
     @property
     def history(self) -> list[RoundRecord]:
-        return list(self._history)
+        return self.journal.records
 
     def weights_apart(self, step: int) -> bool:
         """Whether this replica's weights are not the mean."""
         return not self.averager.is_mean(step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types, and the anchor's tensors, sharded as the weights are; the same on every replica.
-
-        And the same names at any time, so that a checkpoint can be read into the state of a run that has not begun.
-        """
-        if self.replicas.count == 1:
-            self.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
-        return {
-            **self.policy.state_dict(),
-            **self.averager.state_dict(climbing=self.policy.climbing),
-            "curve": self.curve.state_dict(),
-            "losses": self.tally.state_dict(),
-            "num_ranks": self.replicas.count,
-            "signals": {signal.name: signal.state_dict() for signal in self.signals},
-            "joined": list(self.values.joined),
-            "knobs": self.knobs.starts(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Continue from ``state``; on another number of replicas with a new spread around the same base values."""
-        # All is checked here, before anything has changed; nothing below may fail.
-        self.weights.reshard()
-        parameters = self.weights.anchored()
-        saved = read_round(state, parameters, self.averager.anchor, self.signals, self.tally)
-        self.averager.outer.check_state(state["outer"], parameters)
-        starts = self.knobs.check_starts(state["knobs"])
-        curve = Curve.check_state(state["curve"])
-        start = self.averager.check_start(state["start"])
-        self.policy.load_state_dict(state)  # checks everything before it changes anything
-        self.knobs.restart(starts)
-        self.steering.set_bounds(self.knobs.bounds())
-        if self.finished:
-            self._local = self._make_local()
-        if self.policy.climbing and step > 0 and not start:
-            self.policy.climb_again(step)
-            saved = saved._replace(anchor=[])
-            tell("the saved state has no first weights for the climb to go back to: it begins again, from these")
-        climbing = self.policy.climbing
-        self.averager.load_state_dict(
-            state,
-            saved.anchor,
-            self.values.multipliers(),
-            step=step,
-            climbing=climbing,
-            start=start if climbing else None,
-        )
-        self.curve.load(curve)
-        self.values.joined, self._joined_shared = saved.joined, True
-        self.tally.load(saved.losses)
-        self._resumed_from = saved.num_ranks if saved.num_ranks != self.replicas.count else None
-        for signal in self.signals:
-            signal.forget()
-            if signal.name in saved.signals:
-                signal.load_state_dict(saved.signals[signal.name])
-        self.values.update()
-
-
-def _is_rehearsal(optimizer: Optimizer) -> bool:
-    """Whether a step moves nothing: torch.distributed.checkpoint takes one to have optimizer state to read into."""
-    lrs = [group["lr"] for group in optimizer.param_groups]
-    # One on an accelerator is not worth waiting for: checkpoint's are on the host.
-    return all(not (isinstance(lr, Tensor) and lr.device.type != "cpu") and float(lr) == 0 for lr in lrs)

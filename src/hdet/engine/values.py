@@ -48,6 +48,8 @@ class Values:
         self._one_scale = one_scale
         self.joined: list[float] = []
         """Of each param group that joined after the schedule was made, its share of the first one's."""
+        self.joined_alike = True
+        """Whether all replicas have the same there."""
         self.update()
 
     def update(self) -> None:
@@ -102,6 +104,10 @@ class Values:
             knob.add_groups()
         self.update()
         return new
+
+    def set_joined(self, shares: list[float]) -> None:
+        """What all replicas have from here on."""
+        self.joined, self.joined_alike = shares, True
 
     def of_all(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
         """The schedule's values of all param groups, from those of the groups it knows."""

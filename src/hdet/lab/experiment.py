@@ -20,11 +20,11 @@ from hdet.lab.recipes import OptimizerName, ScheduleName, SweepMethod
 from hdet.lab.runs import provenance
 from hdet.lab.runs.folder import make_folder, plain
 from hdet.lab.runs.settings import RunOptions, open_task
-from hdet.lab.stacked.sweep import Run
+from hdet.lab.stacked.run import Run
 from hdet.policy.timing import default_interval
 from hdet.reports.drawing import Chart, write_pngs
 from hdet.reports.page import Table, facts_table, page
-from hdet.schedulers._build import starts_cold
+from hdet.schedulers._auto_settings import starts_cold
 
 RESULTS, PAGE = "results.json", "report.html"
 FINAL_SHARE = 0.02
@@ -103,6 +103,7 @@ class Experiment:
         options.check()
         self.command, self.options = command, options
         self.task = task = open_task(options.task, options.data, options.task_options())
+        provenance.tell_note(task)
         self.num_steps = num_steps = options.steps or task.total_steps
         self.interval = options.interval or default_interval(num_steps)
         options.check_run(task, num_steps, options.replicas)

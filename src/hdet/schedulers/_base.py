@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, _update_param_group_val
+from torch.optim.lr_scheduler import _update_param_group_val
 
-from hdet.checks import numbers_of, shown, whole
 from hdet.engine.rounds import RoundLoop
 from hdet.history import RoundRecord
-from hdet.schedulers._common import MAX_LR
 from hdet.schedulers._habits import Habits
-from hdet.schedulers._torch_state import LRS, MOMENTA
+from hdet.schedulers._hooks import attach
+from hdet.schedulers._joined import take_up, with_groups
+from hdet.schedulers._summary import facts_of
 from hdet.signals.loss import Loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-STATE_VERSION = 1
-
-_KEYS = {"AutoLR": "schedule_lrs", "OneCycleAutoLR": "step_count", "Explorer": "step"}
-"""What only a state of each class has."""
-
-_schedulers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[RoundScheduler]] = weakref.WeakKeyDictionary()
 
 
 class RoundScheduler:
@@ -51,30 +41,7 @@ class RoundScheduler:
         name, loop = type(self).__name__, getattr(self, "_loop", None)
         if loop is None:
             return f"{name}(not yet constructed)"
-        return f"{name}({', '.join(self._said(loop))})"
-
-    def _said(self, loop: RoundLoop) -> Iterator[str]:
-        schedule, total = getattr(self, "schedule", None), getattr(self, "total_steps", None)
-        if schedule is not None:
-            yield type(schedule).__name__
-        yield f"step {self.last_epoch}" + (f" of {total}" if total is not None and total < float("inf") else "")
-        yield f"round {loop.steering.round_index}"
-        records = loop.history
-        phase = "climb" if loop.policy.climbing else records[-1].phase if records else ""
-        if phase := "finished" if loop.finished else phase:
-            yield phase
-        if not loop.active:
-            yield "one replica, nothing to learn from"
-        scales = loop.steering.scales[: loop.steering.num_lrs]
-        yield "scale " + " ".join(f"{scale:.3g}" for scale in scales)
-        lrs = dict.fromkeys(f"{float(group['lr']):.3g}" for group in self.optimizer.param_groups)
-        yield "lr " + " ".join(lrs)
-        if records and "z" in records[-1].control:
-            yield "z " + " ".join(f"{z:.2g}" for z in records[-1].control["z"])
-        for knob, record in records[-1].knobs.items() if records else ():
-            yield f"{knob} {record.base:.3g}"
-        if event := next((record.events[-1] for record in reversed(records) if record.events), ""):
-            yield f"last event: {event}"
+        return f"{name}({', '.join(facts_of(self, loop))})"
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         """Add a loss to the round's mean without taking a step: micro-batches, or loops that call ``step()`` bare.
@@ -120,7 +87,7 @@ class RoundScheduler:
         At the end of a round, on every replica; never inside the steps between.
         """
         optimizer = self.optimizer  # not self, which would keep itself alive
-        self._rounds.sinks.append(
+        self._rounds.journal.sinks.append(
             lambda record: sink(record, [str(g.get("name", f"group{k}")) for k, g in enumerate(optimizer.param_groups)])
         )
 
@@ -173,37 +140,10 @@ class RoundScheduler:
     def _rounds(self) -> RoundLoop:
         assert self._loop is not None
         if len(self.optimizer.param_groups) != len(self._loop.values.knob_of_group):
-            self._add_groups(self._loop)
+            take_up(self.optimizer, self._loop, self._first_lr)
+            if self._in_charge():
+                self._refresh()
         return self._loop
-
-    def _add_groups(self, loop: RoundLoop) -> None:
-        """Take up param groups that have joined: each follows the first one's schedule from the learning rate it has.
-
-        One that was given none has the optimizer's default, which says nothing in mid-run: it is like the first.
-        """
-        groups, known = self.optimizer.param_groups, len(loop.values.knob_of_group)
-        if len(groups) < known:
-            raise RuntimeError(
-                f"param groups must not be removed from the optimizer, but of {known} there are {len(groups)}; freeze "
-                "their parameters instead, or make a new optimizer and a new scheduler"
-            )
-        loop.add_groups()
-        first = self._first_lr()
-        for group, factor in zip(groups[known:], loop.values.factors[known:], strict=True):
-            lr = group["lr"]
-            if loop.policy.climbing:
-                factor = 1.0  # the learning rate is nowhere yet: what is given compares with the schedule's own
-            given = lr is not self.optimizer.defaults.get("lr") and first * factor > 0
-            if isinstance(lr, Tensor):
-                group["lr"] = lr.clone()  # it may be the default itself, or another group's
-            share = float(lr) / (first * factor) if given else 1.0
-            loop.follow(share)
-            # What schedules keep there: one that is made after the group is added again, for a resume, looks for it.
-            kept = {key: share * float(groups[0][key]) for key in LRS if key in groups[0]}
-            kept |= {key: groups[0][key] for key in MOMENTA if key in groups[0]}
-            group.update({key: value for key, value in kept.items() if key not in group})
-        if self._in_charge():
-            self._refresh()
 
     def _first_lr(self) -> float:
         """What the schedule alone gives the first param group now."""
@@ -216,7 +156,7 @@ class RoundScheduler:
             values = self._loop.values
             num_known = len(values.knob_of_group) - len(values.joined)
             if num_known < len(groups):
-                return _with_groups(self.optimizer, groups[:num_known])
+                return with_groups(self.optimizer, groups[:num_known])
         return nullcontext(groups)
 
     def _warn_if_apart(self) -> None:
@@ -284,6 +224,11 @@ class RoundScheduler:
             last.append(lr)
         self._last_lr = last
 
+    def _attach(self, optimizer: Optimizer, loop: RoundLoop) -> None:
+        self._loop = loop
+        self._habits = Habits(type(self).__name__)
+        attach(self, optimizer, loop)
+
     def _refuse_foreign_lr(self, *, wait: bool, advice: str) -> None:
         """Raise where somebody else has changed a learning rate. Without ``wait``, none is fetched from a device."""
         for k, (group, mine) in enumerate(zip(self.optimizer.param_groups, self._last_lr, strict=False)):
@@ -296,140 +241,6 @@ class RoundScheduler:
                     f"the learning rate must be left to {name}, which set it to {float(mine):g} in param group {k}, "
                     f"but found {float(lr):g}: another scheduler, or a line of the loop, has changed it. {advice}"
                 )
-
-    def _attach(self, optimizer: Optimizer, loop: RoundLoop) -> None:
-        self._loop = loop
-        self._habits = Habits(type(self).__name__)
-        this = weakref.ref(self)
-        _schedulers[optimizer] = this
-
-        in_charge = False
-
-        def look(_: Optimizer, state: Any) -> None:
-            # Inside SequentialLR it may be another scheduler's turn; then its learning rates stand.
-            nonlocal in_charge
-            if (scheduler := this()) is not None:
-                assert scheduler._rounds  # param groups that have joined are taken up with what they were given
-                in_charge = scheduler._in_charge()
-
-        def restore_own_lr(_: Optimizer) -> None:
-            # torch has restored param_groups from one rank's checkpoint, that rank's learning rate included.
-            if (scheduler := this()) is not None:
-                if in_charge:
-                    scheduler._refresh()
-                scheduler._rounds.values.write_knobs()
-
-        def before_step(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-            if (scheduler := this()) is None:
-                return None
-            scheduler._habits.num_updates += 1
-            # With a closure, gradients are there only after its first call; Lightning always passes one. The first
-            # argument may be the optimizer itself.
-            at = next((i for i, a in enumerate(args) if callable(a) and not isinstance(a, Optimizer)), None)
-            closure = kwargs.get("closure") if at is None else args[at]
-            if closure is None:
-                scheduler._rounds.before_optimizer_step()
-                return None
-            called = False
-
-            def closure_then_sample() -> Any:
-                nonlocal called
-                loss = closure()
-                if not called:
-                    called = True
-                    scheduler._rounds.before_optimizer_step()
-                return loss
-
-            if at is None:
-                return args, {**kwargs, "closure": closure_then_sample}
-            return (*args[:at], closure_then_sample, *args[at + 1 :]), kwargs
-
-        def after_step(*_: Any) -> None:
-            if (scheduler := this()) is not None:
-                scheduler._rounds.after_optimizer_step()
-
-        optimizer.register_load_state_dict_pre_hook(look)
-        optimizer.register_load_state_dict_post_hook(restore_own_lr)
-        averager = loop.averager
-        watches = averager.anchor is not None or averager.fallback is not None or loop.skip_nonfinite
-        # A compiled step must not trace these: what they count would be compiled again in every step.
-        if watches or loop.apart:
-            optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
-        if loop.counts_updates:
-            optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _with_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    before = optimizer.param_groups
-    optimizer.param_groups = groups
-    try:
-        yield groups
-    finally:
-        optimizer.param_groups = before
-
-
-def refuse_second(optimizer: Optimizer) -> None:
-    """Raise where this optimizer has a scheduler of ours already: both would converge, and write learning rates."""
-    if _working_on(optimizer) is not None:
-        gc.collect()  # it may be garbage already
-    if (other := _working_on(optimizer)) is not None:
-        name = type(other).__name__
-        raise ValueError(
-            f"optimizer must have one scheduler of hdet, but it has {name} already, at step {other.last_epoch}; pass "
-            f"knobs= to that one to explore more, call its finish() to end it, or drop it first (`del`) to replace it"
-        )
-
-
-def _working_on(optimizer: Optimizer) -> Any:
-    other: Any = _schedulers.get(optimizer, lambda: None)()
-    if other is None or other._loop.finished or other.last_epoch == other.total_steps:
-        return None
-    return other
-
-
-def follow_momentum(schedule: LRScheduler, groups: Sequence[dict[str, Any]], num_known: int) -> None:
-    """Give param groups that joined later the momentum of the first, where the schedule moves it."""
-    if isinstance(schedule, (OneCycleLR, CyclicLR)) and schedule.cycle_momentum:
-        for group in groups[num_known:]:
-            if schedule.use_beta1:
-                group["betas"] = (groups[0]["betas"][0], *group["betas"][1:])
-            else:
-                group["momentum"] = groups[0]["momentum"]
-
-
-def check_version(state: Mapping[str, Any], kind: str) -> None:
-    """Refuse a state that this version, or a scheduler of this kind, did not write."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"state_dict must be a dict that {kind} has written, but got {type(state).__name__}")
-    version = state.get("version")
-    if version is None and not any(key in state for key in _KEYS.values()):  # hdet did not write it
-        whose = "a schedule of torch; load it into the schedule" if "_last_lr" in state else "something else"
-        raise ValueError(
-            f"state_dict must be one of {kind}, but it was written by {whose}; it has {shown(list(state)[:8])}"
-        )
-    if whole(version) != STATE_VERSION:
-        raise ValueError(
-            f"state_dict must have version {STATE_VERSION}, but got version {shown(version)}; "
-            "load it with the version of hdet that wrote it"
-        )
-    others = [name for name, key in _KEYS.items() if key in state and name != kind]
-    if others and _KEYS[kind] not in state:
-        raise ValueError(f"state_dict must be one of {kind}, but it was written by {others[0]}; load it into one")
-
-
-def cannot_load(error: Exception) -> ValueError:
-    """The error for a state that cannot be used, whichever error it led to here or in torch."""
-    return ValueError(f"state_dict cannot be loaded: {type(error).__name__}: {str(error)[:1000]}")
-
-
-def lrs_of(saved: Any, name: str, num_groups: int, low: float = 0) -> list[float]:
-    """The learning rates of a saved state, one for each param group."""
-    found = numbers_of(saved, name, num_groups, low=low)
-    if (found > MAX_LR).any():
-        raise ValueError(f"{name} must be at most {MAX_LR:g}, but got {shown(saved)}")
-    lrs: list[float] = found.tolist()
-    return lrs
 
 
 def write_lr(group: dict[str, Any], value: float | Tensor) -> float | Tensor:

@@ -1,10 +1,13 @@
-"""A cooldown: how far the learning rates of a run of unknown length have been annealed."""
+"""A cooldown: how far the learning rates of a run of unknown length have been annealed, and when it may begin."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
 from hdet.checks import LARGEST, numbers_of, shown
+from hdet.policy.round import RoundPolicy
 
 
 class Cooldown(NamedTuple):
@@ -33,3 +36,20 @@ class Cooldown(NamedTuple):
                 f"cooldown must be a step, a number of steps and a share in [0, 1], but got {shown(saved)}"
             )
         return cls(int(found[0]), int(found[1]), float(found[2]))
+
+
+def check_cooldown(steps: int, policy: RoundPolicy, schedule: LRScheduler, *, step: int, ended: bool) -> None:
+    """Raise where no cooldown of so many steps can begin at ``step``. ``ended``: whether training has."""
+    if ended:
+        raise RuntimeError(
+            f"cooldown() must be called before training ends, but it has ended at step {step}; load a "
+            "state that was saved before"
+        )
+    if policy.climbing:
+        raise RuntimeError(
+            f"cooldown() must be called after the climb, but at step {step} it is still under way, for "
+            f"{policy.climb_left(step)} steps at most; call it then"
+        )
+    if isinstance(schedule, OneCycleLR) and step + steps > schedule.total_steps:
+        left = schedule.total_steps - step
+        raise ValueError(f"steps must be at most {left}, where the OneCycleLR ends, but got steps={steps}")

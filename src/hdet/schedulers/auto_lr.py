@@ -13,48 +13,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet.checks import require, require_one_of, whole, whole_of
+from hdet.engine.saving import load_rounds, save_rounds
 from hdet.engine.state import adopted
 from hdet.found import Found
 from hdet.knobs import Knob
 from hdet.notices import tell
 from hdet.options import Adapt, Averaging, Copies, Faults
-from hdet.policy.climb import WHY
-from hdet.schedulers._base import (
-    STATE_VERSION,
-    RoundScheduler,
-    cannot_load,
-    check_version,
-    follow_momentum,
-    lrs_of,
-    refuse_second,
-)
-from hdet.schedulers._build import (
-    SignalName,
-    agree,
-    auto_settings,
-    interval_for,
-    make_knobs,
-    make_loop,
-    panel_beside_lr,
-    refuse_outer_step,
-    warn_if_alone,
-)
+from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
+from hdet.schedulers._auto_settings import SignalName, auto_settings, interval_for
+from hdet.schedulers._base import RoundScheduler
+from hdet.schedulers._build import make_loop
 from hdet.schedulers._ceiling import Ceiling
-from hdet.schedulers._common import MAX_LR, Common, Gradients, require_total_steps
-from hdet.schedulers._cooldown import Cooldown
+from hdet.schedulers._common import Common, Gradients, require_total_steps
+from hdet.schedulers._cooldown import Cooldown, check_cooldown
+from hdet.schedulers._found import found_by
+from hdet.schedulers._hooks import refuse_second
+from hdet.schedulers._learned_decay import WeightDecayChoice
 from hdet.schedulers._lookahead import check_schedule, constant_schedule, has_steps, length_of, shape_of
-from hdet.schedulers._torch_state import (
-    all_of,
-    check_lrs,
-    copied,
-    is_plain,
-    is_torchs,
-    leave_out_joined,
-    load_schedule,
-    parts_of,
-    plain_state,
-    step_of,
-)
+from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version
+from hdet.schedulers._torch_state import is_plain
+from hdet.schedulers._wrapped import Wrapped
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 
@@ -95,7 +73,12 @@ class AutoLR(RoundScheduler, LRScheduler):
         max_lr: what no learning rate ever exceeds, in the climb neither: a number, or one for each param group; groups
             that join later have the first one's. Beside the bounds of the scale.
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate; replicas then differ with either signal.
-        gradients, probe: as in Explorer.
+        gradients: as in Explorer.
+        probe: a function that returns the loss on a batch of held-out data, of its own at each call. With the gradient
+            signal its gradient, in every twentieth step, says where the learning rate that fits fastest is too high for
+            data that the model has not seen; with ``signal="loss"`` or ``knobs`` replicas are compared by it.
+        weight_decay: ``"learn"`` to find it on the way, from the same probes; a pair for bounds of its own. Default
+            between 1e-4 and 10, and with SGD between 1e-6 and 1. Param groups keep their ratios.
         adapt: how the scale adapts: controller, spread, anchor, where it starts and when it may move.
         copies: where copies of the weights live.
         faults: what is done about broken rounds and replicas.
@@ -126,6 +109,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         knobs: Sequence[Knob] = (),
         gradients: Gradients = "shared",
         probe: Probe | None = None,
+        weight_decay: WeightDecayChoice | None = None,
         adapt: Adapt = Adapt(),
         copies: Copies = Copies(),
         faults: Faults = Faults(),
@@ -147,7 +131,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         common = Common(
             optimizer=optimizer, model=model, interval=interval, total_steps=total_steps, knobs=knobs,
             gradients=gradients, probe=probe, adapt=adapt, copies=copies, faults=faults, averaging=averaging,
-            process_group=process_group, seed=seed,
+            process_group=process_group, seed=seed, weight_decay=weight_decay,
         )  # fmt: skip
         refuse_outer_step(common)
         refuse_second(optimizer)
@@ -168,15 +152,9 @@ class AutoLR(RoundScheduler, LRScheduler):
         self._lr_given = lr_given
         self.optimizer = optimizer
         self.total_steps = math.inf if total_steps is None else total_steps
-        parts = parts_of(schedule)
-        self._counter = _counter_of(schedule)
-        self._step = self._schedule_step = self._steps_of_schedule()
-        self.base_lrs = [float(lr) for lr in parts[0].base_lrs]
-        # Values on the host from here on: reading a learning rate that is a tensor would wait for the device.
-        for part in parts:
-            part.base_lrs = [float(lr) for lr in part.base_lrs]
-        lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._schedule_lrs = lrs[: len(self.base_lrs)]
+        self._wrapped = wrapped = Wrapped(schedule)
+        self._step = wrapped.step
+        self.base_lrs = list(wrapped.base_lrs)
         self._cooling: Cooldown | None = None
         self._planned_steps = self.total_steps
         loop = make_loop(
@@ -186,8 +164,8 @@ class AutoLR(RoundScheduler, LRScheduler):
                 shape=() if total_steps is None else shape_of(schedule, whole(total_steps)),
             ),
         )  # fmt: skip
-        for lr in lrs[len(self.base_lrs) :]:  # of groups that were added after the schedule was made
-            loop.follow(lr / lrs[0] if lrs[0] > 0 else 1.0)
+        for share in wrapped.shares_of_joined():
+            loop.follow(share)
         self._planned_hold = loop.policy.acting[1]
         self._attach(optimizer, loop)
         self._refresh()
@@ -215,7 +193,7 @@ class AutoLR(RoundScheduler, LRScheduler):
             loss: this rank's loss of the step, as a number or a one-element float tensor on any device. It is not read
                 before the round ends. Optional with the gradient signal, or where :meth:`observe` is used.
         """
-        loop = self._loop
+        loop, wrapped = self._loop, self._wrapped
         assert loop is not None
         if not self._knows_caller:
             self._refuse_repeats()
@@ -223,7 +201,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         with loop.lock:
             step = self._step + 1
             last = step == self.total_steps
-            if self._counter.last_epoch != self._schedule_step or not self._left_alone():
+            if wrapped.counter.last_epoch != wrapped.step or not self._left_alone():
                 self._look_closer(step)
             if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
                 self.schedule.step()  # raises, before anything has changed
@@ -231,10 +209,10 @@ class AutoLR(RoundScheduler, LRScheduler):
                 loop.tally.observe(loss)
             if last or loop.needs_end_step(step):
                 loop.end_step(step, self._scheduled(), last=last)
-            self._advance_schedule()
+            wrapped.advance(loop.values)
             self._step = step
             if self._ceiling.lrs:
-                self._ceiling.hold(loop.values, self._schedule_lrs)
+                self._ceiling.hold(loop.values, wrapped.lrs)
             self._write_lrs(self._scheduled())
 
     @property
@@ -248,45 +226,9 @@ class AutoLR(RoundScheduler, LRScheduler):
 
     def _look_closer(self, step: int) -> None:
         """Take up param groups that have joined; raise where something else has moved schedule or learning rate."""
-        loop, found = self._rounds, self._steps_of_schedule()
-        if found != self._schedule_step:
-            name = type(self.schedule).__name__
-            raise RuntimeError(
-                f"AutoLR steps the {name} it wraps, but something else has taken it from step {self._schedule_step} to "
-                f"{found}; delete schedule.step() from the loop, and load the state of AutoLR, not that of the {name}"
-            )
+        loop = self._rounds
+        self._wrapped.refuse_other_steps()
         self._refuse_foreign_lr(wait=loop.policy.is_due(step), advice=_ADVICE)
-
-    def _steps_of_schedule(self) -> int:
-        return int(self._counter.last_epoch)
-
-    def _advance_schedule(self) -> None:
-        """One step of the schedule among its own values: many compute the next learning rate from the group's last."""
-        assert self._loop is not None
-        values = self._loop.values
-        old, own, new = self._schedule_lrs, [], []
-        groups = known = self.optimizer.param_groups
-        if values.joined:
-            self.optimizer.param_groups = known = groups[: len(old)]
-        for k, group in enumerate(known):
-            own.append(group["lr"])
-            group["lr"] = old[k]
-        try:
-            self.schedule.step()
-        finally:
-            for k, group in enumerate(known):
-                lr = group["lr"]
-                new.append(lr if type(lr) is float else float(lr))
-                group["lr"] = own[k]
-            if values.joined:
-                self.optimizer.param_groups = groups
-        if values.joined:
-            for part in parts_of(self.schedule):
-                follow_momentum(part, groups, len(new))
-        if values.gated:
-            values.schedule_moved(old, new)
-        self._schedule_lrs = new
-        self._schedule_step = self._counter.last_epoch
 
     def cooldown(self, steps: int) -> None:
         """Anneal the learning rates to zero within ``steps`` steps, along a line, from wherever they are; then it ends.
@@ -297,19 +239,8 @@ class AutoLR(RoundScheduler, LRScheduler):
         require(whole(steps) >= 1, "steps", "an integer >= 1", steps)
         loop = self._rounds
         with loop.lock:
-            if loop.finished or self._step == self.total_steps:
-                raise RuntimeError(
-                    f"cooldown() must be called before training ends, but it has ended at step {self._step}; load a "
-                    "state that was saved before"
-                )
-            if loop.policy.climbing:
-                raise RuntimeError(
-                    f"cooldown() must be called after the climb, but at step {self._step} it is still under way, for "
-                    f"{loop.policy.climb_left(self._step)} steps at most; call it then"
-                )
-            if isinstance(self.schedule, OneCycleLR) and self._step + steps > self.schedule.total_steps:
-                left = self.schedule.total_steps - self._step
-                raise ValueError(f"steps must be at most {left}, where the OneCycleLR ends, but got steps={steps}")
+            ended = loop.finished or self._step == self.total_steps
+            check_cooldown(steps, loop.policy, self.schedule, step=self._step, ended=ended)
             self._cool(Cooldown(self._step, int(steps), self._cooled()))
             self._refresh()
 
@@ -327,23 +258,15 @@ class AutoLR(RoundScheduler, LRScheduler):
 
     def _scheduled(self) -> list[float]:
         """What the schedule gives the param groups that it knows, cooled down."""
+        lrs = self._wrapped.lrs
         if self._cooling is None:
-            return self._schedule_lrs
+            return lrs
         left = self._cooled()
-        return [lr * left for lr in self._schedule_lrs]
+        return [lr * left for lr in lrs]
 
     def found(self) -> Found:
         """The learning rates as they were so far, to print, to save, and to train with again."""
-        loop = self._rounds
-        climb, groups = loop.policy.climb, self.optimizer.param_groups
-        return Found(
-            tuple(str(group.get("name", f"group{k}")) for k, group in enumerate(groups)),
-            tuple(loop.curve.steps),
-            tuple(map(tuple, loop.curve.values)),
-            None if math.isinf(self.total_steps) else int(self.total_steps),
-            0 if climb is None or climb.ended is None else climb.ended - climb.begun,
-            "" if climb is None or climb.ending is None else WHY[climb.ending],
-        )
+        return found_by(self._rounds, self.total_steps)
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""
@@ -354,7 +277,7 @@ class AutoLR(RoundScheduler, LRScheduler):
 
     def _refresh(self) -> None:
         if self._ceiling.lrs:
-            self._ceiling.hold(self._rounds.values, self._schedule_lrs)
+            self._ceiling.hold(self._rounds.values, self._wrapped.lrs)
         self._write_lrs(self._scheduled())
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -369,10 +292,9 @@ class AutoLR(RoundScheduler, LRScheduler):
             return {
                 "version": STATE_VERSION,
                 "last_epoch": self.last_epoch,
-                "schedule": copied(self.schedule.state_dict()),
-                "schedule_lrs": list(self._schedule_lrs),
+                **self._wrapped.state_dict(),
                 "cooldown": [] if self._cooling is None else list(self._cooling),
-                "rounds": self._rounds.state_dict(),
+                "rounds": save_rounds(self._rounds),
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -397,55 +319,28 @@ class AutoLR(RoundScheduler, LRScheduler):
         """What this scheduler would have saved in a run that was trained without it."""
         loop = self._rounds
         try:
-            schedule = plain_state(self.schedule, plain, step_only=not self._lr_given)
-            step = step_of(schedule)
+            step, schedule = self._wrapped.adopted(plain, step_only=not self._lr_given)
         except Exception as error:
             raise cannot_load(error) from error
         return {
             "version": STATE_VERSION,
             "last_epoch": step,
-            "schedule": schedule,
-            "schedule_lrs": [_as_float(lr) for lr in schedule["_last_lr"]],
+            **schedule,
             "cooldown": [],
-            "rounds": adopted(loop.state_dict(), round_index=step // loop.policy.interval),
+            "rounds": adopted(save_rounds(loop), round_index=step // loop.policy.interval),
         }
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
-        rounds, schedules = self._rounds, all_of(self.schedule)
-        before = copied(self.schedule.state_dict()), [dict(vars(each)) for each in schedules]
+        rounds, wrapped = self._rounds, self._wrapped
+        before = wrapped.remember()
         try:
             last_epoch = whole_of(state_dict["last_epoch"], "last_epoch")
-            lrs, groups = state_dict["schedule_lrs"], len(self.optimizer.param_groups)
-            known = rounds.values.num_scheduled(state_dict["rounds"])
-            if isinstance(lrs, (list, tuple)) and len(lrs) != known:
-                found = len(lrs) + groups - known
-                raise ValueError(f"the optimizer has {groups} param groups, but got a state with {found}")
-            lrs = lrs_of(lrs, "schedule_lrs", known, low=-MAX_LR)  # a schedule may pass 0
-            leave_out_joined(schedules, known)
-            load_schedule(self.schedule, copied(state_dict["schedule"]), known)
-            if is_torchs(self.schedule):  # a user's own may count, and keep its learning rates, as it likes
-                check_lrs(self.schedule, lrs)
-                steps = self._steps_of_schedule()
-                if steps != last_epoch:
-                    raise ValueError(f"the schedule is at step {steps}, but last_epoch is {last_epoch}")
+            wrapped.load(state_dict, rounds.values, step=last_epoch)
             cooling = Cooldown.of(state_dict["cooldown"])
-            rounds.load_state_dict(state_dict["rounds"], step=last_epoch)
+            load_rounds(rounds, state_dict["rounds"], step=last_epoch)
         except Exception as error:
-            self.schedule.load_state_dict(before[0])
-            for each, values in zip(schedules, before[1], strict=True):
-                vars(each).clear()
-                vars(each).update(values)
+            wrapped.put_back(before)
             raise cannot_load(error) from error
-        self._step, self._schedule_step = last_epoch, self._steps_of_schedule()
-        self._schedule_lrs = lrs
+        self._step = last_epoch
         self._cool(cooling)
         self._refresh()
-
-
-def _counter_of(schedule: Any) -> Any:
-    """What has the number of a schedule's steps: ChainedScheduler counts through its parts."""
-    return schedule if hasattr(schedule, "last_epoch") else _counter_of(schedule._schedulers[-1])
-
-
-def _as_float(lr: Any) -> Any:
-    return float(lr) if isinstance(lr, Tensor) and lr.numel() == 1 else lr

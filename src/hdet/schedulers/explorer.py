@@ -14,19 +14,15 @@ from torch.optim import Optimizer
 
 from hdet.checks import whole_of
 from hdet.controllers import JointController
+from hdet.engine.saving import load_rounds, save_rounds
 from hdet.knobs import Knob, LearningRate
 from hdet.options import Adapt, Averaging, Copies, Faults
-from hdet.schedulers._base import (
-    STATE_VERSION,
-    RoundScheduler,
-    cannot_load,
-    check_version,
-    lrs_of,
-    refuse_second,
-    write_lr,
-)
-from hdet.schedulers._build import agree, make_knobs, make_loop
+from hdet.schedulers._agreement import agree, make_knobs
+from hdet.schedulers._base import RoundScheduler, write_lr
+from hdet.schedulers._build import make_loop
 from hdet.schedulers._common import Common, Gradients
+from hdet.schedulers._hooks import refuse_second
+from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version, lrs_of
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 
@@ -230,7 +226,7 @@ class Explorer(RoundScheduler):
                 "version": STATE_VERSION,
                 "step": self.last_epoch,
                 "base_lrs": list(self._base_lrs),
-                "rounds": self._rounds.state_dict(),
+                "rounds": save_rounds(self._rounds),
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -244,7 +240,7 @@ class Explorer(RoundScheduler):
                 step = whole_of(state_dict["step"], "step")
                 rounds = self._rounds
                 lrs = lrs_of(state_dict["base_lrs"], "base_lrs", rounds.values.num_scheduled(state_dict["rounds"]))
-                rounds.load_state_dict(state_dict["rounds"], step=step)
+                load_rounds(rounds, state_dict["rounds"], step=step)
             except Exception as error:
                 raise cannot_load(error) from error
             self.last_epoch, self._base_lrs = step, lrs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import warnings
@@ -14,28 +13,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, _warn_get_lr_called_within_step
 
-from hdet.checks import mapping_of
 from hdet.controllers import PaperController
+from hdet.engine.saving import load_rounds, save_rounds
 from hdet.knobs import Knob, Momentum
 from hdet.options import Adapt, Averaging, Copies, Faults
-from hdet.schedulers._base import (
-    STATE_VERSION,
-    RoundScheduler,
-    cannot_load,
-    check_version,
-    follow_momentum,
-    refuse_second,
-)
-from hdet.schedulers._build import (
-    agree,
-    auto_settings,
-    make_knobs,
-    make_loop,
-    panel_beside_lr,
-    refuse_outer_step,
-    warn_if_alone,
-)
+from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
+from hdet.schedulers._auto_settings import auto_settings
+from hdet.schedulers._base import RoundScheduler
+from hdet.schedulers._build import make_loop
 from hdet.schedulers._common import Common, Gradients
+from hdet.schedulers._decay import Decay, DecayKind
+from hdet.schedulers._hooks import refuse_second
+from hdet.schedulers._joined import follow_momentum
 from hdet.schedulers._one_cycle_checks import (
     AGREED,
     check_last_epoch,
@@ -44,13 +33,12 @@ from hdet.schedulers._one_cycle_checks import (
     refuse_unused,
     total_steps_of,
 )
+from hdet.schedulers._one_cycle_state import from_torch, is_torchs_own, load_schedule, remember, save_schedule
+from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version
 from hdet.schedulers._torch_state import check_one_cycle_state
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 
-Decay = Literal["schedule", "floor", "printed"]
-
-_SCHEDULE_KEYS = ("total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum", "base_lrs")
 _TORCHS = tuple(inspect.signature(OneCycleLR).parameters)
 """Arguments of OneCycleLR."""
 
@@ -138,7 +126,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         model: nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None,
         signal: Literal["gradient", "loss"] | None = None,
-        decay: Decay = "schedule",
+        decay: DecayKind = "schedule",
         knobs: Sequence[Knob] = (),
         gradients: Gradients = "shared",
         probe: Probe | None = None,
@@ -178,7 +166,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
 
         self._loop = None
         self._schedule_lrs: list[float | Tensor] | None = None
-        self._decay: Decay = "schedule"
+        self._decay = Decay()
         before = [dict(group) for group in optimizer.param_groups]
         try:
             super().__init__(**torchs)
@@ -199,10 +187,9 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         loop = make_loop(
             common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self.last_epoch, **chosen
         )  # fmt: skip
-        self._warmup_steps = auto_lr_warmup_steps
-        self._printed_ratio = div_factor / final_div_factor
         # One replica with a spread trains as OneCycleLR, whatever was asked of the auto-LR it cannot have.
-        self._decay = "schedule" if replicas.count == 1 and spread > 0 else decay
+        kind = "schedule" if replicas.count == 1 and spread > 0 else decay
+        self._decay = Decay(kind, auto_lr_warmup_steps, div_factor / final_div_factor)
         self._attach(optimizer, loop)
         self._refresh()
 
@@ -225,11 +212,12 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
             super()._update_lr(self.last_epoch)
             return
         values, old = self._loop.values, self._schedule_lrs
-        if values.joined or self._decay != "schedule":
+        decay = self._decay
+        if values.joined or decay.kind != "schedule":
             with self._scheduled_groups() as groups:
                 lrs = self._own_lrs()
-                if self._decay != "schedule" and self.last_epoch > self._decay_from:
-                    lrs = self._geometric_lrs()
+                if decay.kind != "schedule" and self.last_epoch > decay.begins(self):
+                    lrs = decay.lrs(self, groups, self._torch_lrs(decay.begins(self)))
             follow_momentum(self, self.optimizer.param_groups, len(groups))
         else:
             lrs = self._own_lrs()
@@ -240,21 +228,6 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
 
     def _first_lr(self) -> float:
         return float(self._schedule_lrs[0]) if self._schedule_lrs else 0.0
-
-    @property
-    def _decay_from(self) -> float:
-        """The step from which the base falls geometrically: the end of the warm-up, but not before the peak."""
-        return max(float(self._warmup_steps), self._schedule_phases[0]["end_step"], 0.0)
-
-    def _geometric_lrs(self) -> list[float | Tensor]:
-        """Eq. 8: a constant gamma a round, applied smoothly, so that it holds for any T and any last round."""
-        starts = self._torch_lrs(self._decay_from)
-        progress = (self.last_epoch - self._decay_from) / (self.total_steps - self._decay_from)
-        lrs = []
-        for group, start in zip(self.optimizer.param_groups, starts, strict=True):
-            ratio = start / group["min_lr"] if self._decay == "floor" else self._printed_ratio
-            lrs.append(start * math.exp(-math.log(ratio) * progress))
-        return lrs
 
     def _own_lrs(self) -> list[float | Tensor]:
         """What OneCycleLR gives now; it writes the momentum too, where it cycles that."""
@@ -325,10 +298,8 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         with self._rounds.lock:
             return {
                 "version": STATE_VERSION,
-                "last_epoch": self.last_epoch,
-                "step_count": self._step_count,
-                "schedule": {key: _plain(getattr(self, key)) for key in _SCHEDULE_KEYS if hasattr(self, key)},
-                "rounds": self._rounds.state_dict(),
+                **save_schedule(self),
+                "rounds": save_rounds(self._rounds),
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -338,28 +309,21 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         torch's OneCycleLR is accepted too. Another number of replicas gets a new spread around the same base values.
         A state that cannot be used raises ValueError and changes nothing.
         """
-        of_torch = isinstance(state_dict, Mapping) and "version" not in state_dict and "total_steps" in state_dict
+        of_torch = is_torchs_own(state_dict)
         if of_torch:
-            state_dict = self._from_torch(state_dict)
+            state_dict = from_torch(self, state_dict)
         check_version(state_dict, "OneCycleAutoLR")
         with self._rounds.lock:
             self._load(state_dict, of_torch=of_torch)
 
     def _load(self, state_dict: Mapping[str, Any], *, of_torch: bool) -> None:
-        rounds = self._rounds
-        keys = (*_SCHEDULE_KEYS, "last_epoch", "_step_count")
-        before = {key: getattr(self, key) for key in keys if hasattr(self, key)}
+        rounds, before = self._rounds, remember(self)
         try:
-            self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
-            schedule = {**mapping_of(state_dict["schedule"], "schedule")}
-            if "_anneal_func_type" not in schedule and "anneal_func" in state_dict:
-                old = getattr(state_dict["anneal_func"], "__name__", "")
-                schedule["_anneal_func_type"] = getattr(self, "_anneal_func_type", old.removeprefix("_annealing_"))
-            self.__dict__.update({key: copy.deepcopy(schedule[key]) for key in _SCHEDULE_KEYS})
+            load_schedule(self, state_dict)
             groups = self.optimizer.param_groups
             self._check_schedule(groups if of_torch else groups[: rounds.values.num_scheduled(state_dict["rounds"])])
             if not of_torch:
-                rounds.load_state_dict(state_dict["rounds"], step=self.last_epoch)
+                load_rounds(rounds, state_dict["rounds"], step=self.last_epoch)
         except Exception as error:
             self.__dict__.update(before)
             raise cannot_load(error) from error
@@ -367,29 +331,10 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         if self.last_epoch >= 0:  # inside SequentialLR, before its turn, a schedule is at -1
             self._refresh()
 
-    def _from_torch(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state of torch's OneCycleLR in our form. As in torch, what it does not have stays as it is."""
-        state = {**vars(self), **state}
-        return {
-            **{key: state[key] for key in ("last_epoch", "anneal_func") if key in state},
-            "version": STATE_VERSION,
-            "step_count": state["_step_count"],
-            "schedule": {key: state[key] for key in _SCHEDULE_KEYS if key in state},
-            "rounds": None,
-        }
-
     def _check_schedule(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise where a loaded schedule does not fit these param groups or cannot be computed."""
         check_one_cycle_state(self, groups)
-        if self._decay != "schedule" and self._decay_from >= self.total_steps:
-            raise ValueError(f"decay sets in at step {self._decay_from}, but the state ends at {self.total_steps}")
+        if self._decay.kind != "schedule" and (begins := self._decay.begins(self)) >= self.total_steps:
+            raise ValueError(f"decay sets in at step {begins}, but the state ends at {self.total_steps}")
         if self.last_epoch >= 0:
             self._torch_lrs(self.last_epoch)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    return dict(value) if isinstance(value, Mapping) else value

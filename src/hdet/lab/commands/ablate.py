@@ -26,7 +26,8 @@ from hdet.lab.experiment import (
 from hdet.lab.recipes import SweepMethod, low_and_high
 from hdet.lab.runs.progress import RunBar
 from hdet.lab.runs.settings import check_rows
-from hdet.lab.stacked.sweep import Result, Run, sweep
+from hdet.lab.stacked.run import Result, Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks.base import Task
 from hdet.reports.drawing import draw, line
 from hdet.reports.page import Table, number

@@ -87,6 +87,7 @@ def prepare(settings: Settings, num_replicas: int, *, folder: Path | None, resum
     resolved = settings.resolve(task, num_replicas)
     own = Settings(**{field.name: getattr(resolved, field.name) for field in fields(Settings)})
     about = provenance.describe(task)
+    provenance.tell_note(task)
     if resume is not None:
         _check_unchanged(own, about["data_sha256"], resume)
         _check_checkpoint(own, task, resume)

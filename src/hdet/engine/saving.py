@@ -1,0 +1,73 @@
+"""A round loop as a state that can be saved, and continued from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hdet.checks import whole_of
+from hdet.engine.curve import Curve
+from hdet.engine.rounds import RoundLoop
+from hdet.engine.state import read_round
+from hdet.notices import tell
+
+
+def save_rounds(loop: RoundLoop) -> dict[str, Any]:
+    """Plain types, and the anchor's tensors, sharded as the weights are; the same on every replica.
+
+    And the same names at any time, so that a checkpoint can be read into the state of a run that has not begun.
+    """
+    if loop.replicas.count == 1:
+        loop.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
+    return {
+        **loop.policy.state_dict(),
+        **loop.averager.state_dict(climbing=loop.policy.climbing),
+        "curve": loop.journal.curve.state_dict(),
+        "worse_since": loop.journal.worse_since,
+        "losses": loop.tally.state_dict(),
+        "num_ranks": loop.replicas.count,
+        "signals": {signal.name: signal.state_dict() for signal in loop.signals},
+        "joined": list(loop.values.joined),
+        "knobs": loop.knobs.starts(),
+    }
+
+
+def load_rounds(loop: RoundLoop, state: Mapping[str, Any], *, step: int) -> None:
+    """Continue from ``state``; on another number of replicas with a new spread around the same base values."""
+    # All is checked here, before anything has changed; nothing below may fail.
+    loop.weights.reshard()
+    parameters = loop.weights.anchored()
+    saved = read_round(state, parameters, loop.averager.anchor, loop.signals, loop.tally)
+    loop.averager.outer.check_state(state["outer"], parameters)
+    starts = loop.knobs.check_starts(state["knobs"])
+    curve = Curve.check_state(state["curve"])
+    worse = state.get("worse_since")  # older states have none
+    worse = None if worse is None else whole_of(worse, "worse_since")
+    start = loop.averager.check_start(state["start"])
+    loop.policy.load_state_dict(state)  # checks everything before it changes anything
+    loop.knobs.restart(starts)
+    loop.steering.set_bounds(loop.knobs.bounds())
+    loop.reopen()
+    if loop.policy.climbing and step > 0 and not start:
+        loop.policy.climb_again(step)
+        saved = saved._replace(anchor=[])
+        tell("the saved state has no first weights for the climb to go back to: it begins again, from these")
+    climbing = loop.policy.climbing
+    loop.averager.load_state_dict(
+        state,
+        saved.anchor,
+        loop.values.multipliers(),
+        step=step,
+        climbing=climbing,
+        start=start if climbing else None,
+    )
+    loop.journal.curve.load(curve)
+    loop.journal.worse_since = worse
+    loop.values.set_joined(saved.joined)
+    loop.tally.load(saved.losses)
+    loop.journal.resumed_from = saved.num_ranks if saved.num_ranks != loop.replicas.count else None
+    for signal in loop.signals:
+        signal.forget()
+        if signal.name in saved.signals:
+            signal.load_state_dict(saved.signals[signal.name])
+    loop.values.update()

@@ -1,0 +1,76 @@
+"""Before a round loop is made: the knobs are bound, and the replicas found and agreed on what they train."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from hdet.controllers import JointController
+from hdet.knobs import Knob, LearningRate
+from hdet.knobs.knob_set import KnobSet
+from hdet.policy.panel import NO_PANEL, Panel
+from hdet.replicas.find import find_replicas
+from hdet.replicas.group import Replicas
+from hdet.replicas.parameters import check_parameters, shape_digest, trained_parameters
+from hdet.schedulers._common import Common
+
+
+def make_knobs(common: Common, knobs: Sequence[Knob | LearningRate]) -> KnobSet:
+    """The knobs beside a learning rate, checked and bound to what they are written into."""
+    others = [knob for knob in knobs if isinstance(knob, Knob)]
+    if len(others) < len(knobs):
+        raise ValueError("knobs must not contain LearningRate here: the scheduler explores the learning rate itself")
+    model = common.model
+    found = KnobSet(others, probe=common.probe, model=model)
+    found.bind(common.optimizer, gradients=common.gradients)
+    if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        buffers = {id(buffer) for buffer in model.buffers()}
+        sent = [knob.name for knob in others if id(knob.read()) in buffers]
+        if sent:
+            raise ValueError(
+                f"knobs must not be buffers that DistributedDataParallel overwrites with rank 0's, but {sent} are; "
+                "construct it with forward_sync_buffers=False (broadcast_buffers=False in older versions)"
+            )
+    return found
+
+
+def refuse_outer_step(common: Common) -> None:
+    """Raise where replicas with a schedule share gradients, and something else than their mean is asked for."""
+    if common.gradients == "shared":
+        reason = 'with a schedule it needs replicas that train on gradients of their own; pass gradients="local"'
+        common.averaging.refuse({"outer": reason, "optimizer_state": reason})
+
+
+def agree(common: Common, knobs: KnobSet, facts: Mapping[str, Any], *, spread: float, wait: bool = True) -> Replicas:
+    """The replicas; an error on all of them where ranks pass different arguments or hold different parameters."""
+    apart = spread > 0 or common.gradients == "local" or any(knob.spread for knob in knobs)
+    replicas = find_replicas(common.optimizer, common.process_group, spread=float(apart))
+    parameters = trained_parameters(common.optimizer, common.model)
+    check_parameters(parameters)
+    sizes = f"{len(parameters)} tensors of {sum(p.numel() for p in parameters)} elements"
+    groups = len(common.optimizer.param_groups)
+    held = {"parameters": f"{sizes} in {groups} groups (shapes {shape_digest(parameters):08x})"}
+    # Without a reason to wait a rank only states its facts; the others learn of it all the same.
+    replicas.agree({**facts, **{f"knob {knob.name}": knob.facts() for knob in knobs}, **held}, wait=wait or apart)
+    return replicas
+
+
+def warn_if_alone(knobs: KnobSet, replicas: Replicas) -> None:
+    """Knobs are learned by comparing replicas."""
+    if len(knobs) and replicas.count == 1:
+        warnings.warn(
+            "knobs are explored by several replicas, and there is one: training continues with every knob as it is. "
+            "Start several with torchrun, and initialise the process group first",
+            stacklevel=3,
+        )
+
+
+def panel_beside_lr(common: Common, knobs: KnobSet) -> Panel:
+    """The knobs as numbers, with a controller of their own, beside a learning rate that has another."""
+    if not len(knobs):
+        return NO_PANEL
+    controller = JointController() if any(knob.adapt for knob in knobs) else None
+    return knobs.panel(controller, balanced=common.adapt.assignment == "balanced")
