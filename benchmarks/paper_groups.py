@@ -97,7 +97,8 @@ def embeddings(seed: int) -> Problem:
     def loss(num_rows: int) -> Tensor:
         rows = torch.multinomial(odds, 5 * num_rows, replacement=True, generator=g).view(-1, 5)
         noise = 0.3 * torch.randn(num_rows, generator=g)
-        return (body(words(rows).mean(1)).squeeze(-1) - truth[rows].mean(1) - noise).square().mean()
+        error: Tensor = body(words(rows).mean(1)).squeeze(-1) - truth[rows].mean(1) - noise
+        return error.square().mean()
 
     groups: list[list[Tensor]] = [list(words.parameters()), list(body.parameters())]
     return groups, lambda _: loss(64), lambda: loss(8000).item()
@@ -112,8 +113,7 @@ def low_rank(seed: int) -> Problem:
     def loss(num_rows: int) -> Tensor:
         x = torch.randn(num_rows, 64, generator=g)
         error: Tensor = x @ (b @ a - target).T + 0.3 * torch.randn(num_rows, 64, generator=g)
-        found: Tensor = error.square().mean()
-        return found
+        return error.square().mean()
 
     return [[a], [b]], lambda _: loss(32), lambda: loss(4000).item()
 

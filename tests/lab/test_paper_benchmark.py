@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hdet.checks import FloatArray
-from hdet.lab.stacked.sweep import Run, sweep
+from hdet.lab.stacked.run import Run
+from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks.quadratic import QuadraticTask
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
