@@ -1,0 +1,344 @@
+"""Data that a model can learn by heart: what does AutoLR find with a probe, against a grid of both settings?
+
+    python benchmarks/held_out.py images --json benchmarks/results/held_out/images.json   # 2,000 pictures, an MLP
+    python benchmarks/held_out.py text --device cuda --workers 12                         # a GPT on 10% of Shakespeare
+    python benchmarks/held_out.py table                                                   # the diabetes table, an MLP
+
+Rows to train on, to probe and to test are apart. The grid is AdamW under WSD, learning rates by weight decays, of the
+same seed and steps, judged by the test rows: the best of it is what a sweep would find that saw them. AutoLR runs
+without a schedule: ``plain``, with a ``probe``, and with ``weight_decay="learn"`` from several starts. Every run is
+listed, and written when it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from hdet import AutoLR, __version__
+from hdet.lab.models.gpt import GPT
+from hdet.lab.models.mlp import MLP
+from hdet.lab.runs import provenance
+from hdet.lab.tasks.fashion import read_idx
+from hdet.lab.tasks.tabular import read_table
+from hdet.signals.held_out import PROBE_EVERY
+
+LRS, DECAYS = (3e-4, 1e-3, 3e-3), (0.0, 0.1, 1.0, 3.0)
+STARTS = ((1e-8, 0.0), (1e-3, 0.01), (1.0, 1.0))
+DEFAULTS = (1e-3, 0.01)
+"""AdamW's own."""
+SPLITS = ("train", "held_out", "test")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs and targets of rows to train on, to probe and to test; a model, and the loss of its outputs."""
+
+    rows: dict[str, tuple[Tensor, Tensor]]
+    build: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batch: int
+    steps: int
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for name in SPLITS:
+            for tensor in self.rows[name]:
+                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+                digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def images(data: Path, size: int) -> Data:
+    """Fashion-MNIST at 14 by 14: so many pictures to train on, 2,000 to probe, 10,000 to test."""
+    folder, kinds = data / "fashion-mnist", ("images-idx3-ubyte", "labels-idx1-ubyte")
+    seen, labels, unseen, other = (
+        read_idx(folder, f"{part}-{kind}", check=True, download=True) for part in ("train", "t10k") for kind in kinds
+    )
+    seen, unseen = (
+        F.avg_pool2d((each.float() / 255 - 0.286)[:, None] / 0.353, 2).flatten(1) for each in (seen, unseen)
+    )
+    rows = {
+        "train": (seen[:size], labels[:size].long()),
+        "held_out": (seen[-2000:], labels[-2000:].long()),
+        "test": (unseen, other.long()),
+    }
+    return Data(rows, lambda: MLP(196, 10, widths=(128, 128)), cross_entropy, 64, 1500)
+
+
+def text(data: Path, size: int) -> Data:
+    """A tenth of tinyshakespeare's characters to train on, the next twentieth to probe, the last tenth to test."""
+    letters = (data / "tinyshakespeare" / "input.txt").read_text()
+    alphabet = {letter: index for index, letter in enumerate(sorted(set(letters)))}
+    tokens, context = torch.tensor([alphabet[letter] for letter in letters]), 48
+    tenth = len(tokens) // 10
+
+    def windows(part: Tensor, every: int) -> tuple[Tensor, Tensor]:
+        found = part.unfold(0, context + 1, every)
+        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+    rows = {
+        "train": windows(tokens[:tenth], 1),
+        "held_out": windows(tokens[tenth : tenth + tenth // 2], 8),
+        "test": windows(tokens[-tenth:], context),
+    }
+    sizes: dict[str, int] = {"context": context, "num_layers": 4, "width": 192, "num_heads": 4}
+    return Data(rows, lambda: GPT(len(alphabet), **sizes), cross_entropy, 64, 800)
+
+
+def table(data: Path, size: int) -> Data:
+    """The diabetes table that scikit-learn ships: 222 rows to train on, 110 to probe, 110 to test."""
+    x, y = (torch.from_numpy(read_table(data, f"diabetes_{name}.csv.gz")) for name in ("data_raw", "target"))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = x[order], y[order]
+    x, y = (x - x[:222].mean(0)) / x[:222].std(0), ((y - y[:222].mean()) / y[:222].std())[:, None]
+    ends = {"train": slice(222), "held_out": slice(222, 332), "test": slice(332, None)}
+    rows = {name: (x[part], y[part]) for name, part in ends.items()}
+    return Data(rows, lambda: MLP(10, 1, widths=(64, 64)), F.mse_loss, 32, 1500)
+
+
+TASKS = {"images": images, "text": text, "table": table}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: ``fixed``, ``plain``, ``probe`` or ``learn``."""
+
+    task: str
+    data: str
+    size: int
+    device: str
+    steps: int
+    kind: str
+    lr: float
+    weight_decay: float
+    seed: int
+
+
+def wsd(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / (0.05 * steps), max(0.0, (steps - step) / (0.3 * steps)))
+
+
+class Batches:
+    """Rows of each kind, drawn from generators of their own: the same for all runs of a seed."""
+
+    def __init__(self, data: Data, seed: int, device: str) -> None:
+        self.rows = {name: (x.to(device), y.to(device)) for name, (x, y) in data.rows.items()}
+        self.generators = {name: torch.Generator().manual_seed(1000 * k + seed) for k, name in enumerate(SPLITS)}
+        self.size, self.device = data.batch, device
+
+    def __call__(self, name: str) -> tuple[Tensor, Tensor]:
+        x, y = self.rows[name]
+        chosen = torch.randint(len(x), (self.size,), generator=self.generators[name]).to(self.device)
+        return x[chosen], y[chosen]
+
+
+def train_grid(runs: list[Run]) -> list[dict[str, Any]]:
+    """All fixed runs side by side, with AdamW written out."""
+    torch.set_num_threads(1)
+    first = runs[0]
+    data = TASKS[first.task](Path(first.data), first.size)
+    models = []
+    for run in runs:
+        torch.manual_seed(run.seed)
+        models.append(data.build())
+    parameters = {
+        name: stacked.detach().to(first.device) for name, stacked in torch.func.stack_module_state(models)[0].items()
+    }
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
+    batches = {seed: Batches(data, seed, first.device) for seed in sorted({run.seed for run in runs})}
+    lrs, decays = (
+        torch.tensor(row, device=first.device) for row in zip(*((r.lr, r.weight_decay) for r in runs), strict=True)
+    )
+
+    def loss_of(own: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return data.loss(torch.func.functional_call(models[0], own, (x,)), y)
+
+    gradients_of = torch.vmap(torch.func.grad(loss_of))
+    began = time.perf_counter()
+    for step in range(first.steps):
+        drawn = {seed: draw("train") for seed, draw in batches.items()}
+        x, y = (torch.stack([drawn[run.seed][k] for run in runs]) for k in (0, 1))
+        for name, gradient in gradients_of(parameters, x, y).items():
+            p, (mean, square) = parameters[name], moments[name]
+            lr, decay = (row.view(-1, *[1] * (p.dim() - 1)) for row in (lrs * wsd(step, first.steps), decays))
+            mean.lerp_(gradient, 0.1)
+            square.lerp_(gradient**2, 0.001)
+            p.mul_(1 - lr * decay)
+            p.sub_(lr * mean / (1 - 0.9 ** (step + 1)) / ((square / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8))
+    found: list[dict[str, Any]] = [{"seconds": round((time.perf_counter() - began) / len(runs), 2)} for _ in runs]
+    with torch.no_grad():
+        for index, results in enumerate(found):
+            own = {name: p[index] for name, p in parameters.items()}
+            results |= tested(
+                data,
+                batches[runs[index].seed].rows,
+                lambda x, own=own: torch.func.functional_call(models[0], own, (x,)),
+            )
+    return found
+
+
+def tested(data: Data, rows: dict[str, tuple[Tensor, Tensor]], model: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    found = {}
+    for name in SPLITS:
+        parts = zip(*(tensor[:20_000].split(1000) for tensor in rows[name]), strict=True)
+        losses = [float(data.loss(model(x), y)) * len(x) for x, y in parts]
+        found[name] = round(sum(losses) / min(len(rows[name][0]), 20_000), 5)
+    return found
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train with AutoLR, test, and tell what was found and what the probes cost."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    data = TASKS[run.task](Path(run.data), run.size)
+    torch.manual_seed(run.seed)
+    model, batches = data.build().to(run.device), Batches(data, run.seed, run.device)
+
+    def loss_of(name: str) -> Tensor:
+        x, y = batches(name)
+        return data.loss(model(x), y)
+
+    optimizer = AdamW(model.parameters(), lr=run.lr, weight_decay=run.weight_decay)
+    given: dict[str, Any] = {}
+    if run.kind in ("probe", "learn"):
+        given = {"model": model, "probe": lambda: loss_of("held_out")}
+    if run.kind == "learn":
+        given["weight_decay"] = "learn"
+    scheduler = AutoLR(optimizer, total_steps=run.steps, **given)
+    seconds = []
+    began = time.perf_counter()
+    for _ in range(run.steps):
+        loss = loss_of("train")
+        torch.autograd.backward(loss)
+        started = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - started)
+        scheduler.step(loss)
+        optimizer.zero_grad()
+    found: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 2), **story(scheduler)}
+    if given and run.device == "cpu":
+        found["probe_cost"] = probe_cost(seconds, found["seconds"])
+    with torch.no_grad():
+        return found | tested(data, batches.rows, model.eval())
+
+
+def story(scheduler: AutoLR) -> dict[str, Any]:
+    """Some forty points of both curves, and when training could have ended."""
+    records = [record for record in scheduler.history if record.phase != "climb"]
+    records = records[:: max(1, len(records) // 40)]
+    rounded = lambda value: float(f"{value:.3g}")  # noqa: E731
+    curves = {"at": [r.step for r in records], "lrs": [rounded(r.base_values[0]) for r in records]}
+    if records and "weight_decay" in records[-1].knobs:
+        curves["decays"] = [rounded(r.knobs["weight_decay"].base) for r in records]
+    return {"climb_steps": scheduler.found().climb_steps, "worse_since": scheduler.found().worse_since, **curves}
+
+
+def probe_cost(seconds: list[float], total: float) -> float:
+    """Share of the run's time that optimizer steps with a probe took longer than those without; waits nowhere."""
+    ordinary = statistics.median(seconds)
+    slow = sorted(seconds)[-len(seconds) // PROBE_EVERY :]
+    return round(len(slow) * (statistics.median(slow) - ordinary) / total, 4)
+
+
+def runs_of(options: argparse.Namespace) -> Iterable[Run]:
+    steps = options.steps or TASKS[options.task](options.data, options.size).steps
+    kinds = [("fixed", *pair) for pair in itertools.product(options.lrs, options.decays)]
+    kinds = [*(("learn", *start) for start in STARTS), ("plain", *DEFAULTS), ("probe", *DEFAULTS), *kinds]
+    for seed in options.seeds:
+        for kind, lr, decay in kinds:
+            yield Run(options.task, str(options.data), options.size, options.device, steps, kind, lr, decay, seed)
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    """Medians over seeds of what each run is above the best of the grid of its seed."""
+    best = {
+        seed: min((r["test"] for r in results if r["kind"] == "fixed" and r["seed"] == seed), default=math.nan)
+        for seed in {r["seed"] for r in results}
+    }
+    print("best of the grid, by seed:", {seed: round(value, 4) for seed, value in sorted(best.items())})
+    for key in dict.fromkeys((r["kind"], r["lr"], r["weight_decay"]) for r in results):
+        mine = [r for r in results if (r["kind"], r["lr"], r["weight_decay"]) == key]
+        above = [100 * (r["test"] / best[r["seed"]] - 1) for r in mine]
+        print(
+            f"{key[0]:>6} from lr {key[1]:g}, wd {key[2]:g}: {statistics.median(above):+.1f}%",
+            [f"{a:+.1f}" for a in above],
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=list(TASKS))
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--size", type=int, default=2000, help="pictures to train on")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--lrs", type=float, nargs="+", default=list(LRS))
+    parser.add_argument("--decays", type=float, nargs="+", default=list(DECAYS))
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="start no more runs after so many seconds")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    data, began = TASKS[options.task](options.data, options.size), time.perf_counter()
+    record: dict[str, Any] = {
+        "settings": {
+            k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k not in ("data", "json")
+        },
+        "provenance": {
+            "hdet": __version__,
+            "git_commit": provenance.git_commit(),
+            "torch": torch.__version__,
+            "hardware": provenance.hardware(),
+            "data_sha256": data.sha256(),
+        },
+        "runs": [],
+    }
+    record["settings"]["limit_s"] = None if math.isinf(options.limit_s) else options.limit_s
+    runs = list(runs_of(options))
+    grid, learning = ([r for r in runs if (r.kind == "fixed") == fixed] for fixed in (True, False))
+
+    def keep(run: Run, found: dict[str, Any]) -> None:
+        own = {name: getattr(run, name) for name in ("kind", "lr", "weight_decay", "seed", "steps")}
+        record["runs"].append({**own, **found})
+        print(found["test"], own, flush=True)
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            lines = ",\n".join(json.dumps(each) for each in record["runs"])
+            head = json.dumps({k: v for k, v in record.items() if k != "runs"})[:-1]
+            options.json.write_text(f'{head}, "runs": [\n{lines}\n]}}\n')
+
+    with ProcessPoolExecutor(options.workers, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
+        together = pool.submit(train_grid, grid)
+        waiting = [pool.submit(train, run) for run in learning]
+        for run, found in zip(grid, together.result(), strict=True):
+            keep(run, found)
+        for run, future in zip(learning, waiting, strict=True):
+            if time.perf_counter() - began > options.limit_s and future.cancel():
+                continue
+            keep(run, future.result())
+    show(record["runs"])
+
+
+if __name__ == "__main__":
+    main()
