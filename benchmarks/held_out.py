@@ -298,12 +298,15 @@ def main() -> None:
     parser.add_argument("--decays", type=float, nargs="+", default=list(DECAYS))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=math.inf, help="start no more runs after so many seconds")
+    parser.add_argument("--grid", type=Path, help="take the fixed runs from this record, which is of the same data")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     data, began = TASKS[options.task](options.data, options.size), time.perf_counter()
     record: dict[str, Any] = {
         "settings": {
-            k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items() if k not in ("data", "json")
+            k: str(v) if isinstance(v, Path) else v
+            for k, v in vars(options).items()
+            if k not in ("data", "json", "grid")
         },
         "provenance": {
             "hdet": __version__,
@@ -328,10 +331,17 @@ def main() -> None:
             head = json.dumps({k: v for k, v in record.items() if k != "runs"})[:-1]
             options.json.write_text(f'{head}, "runs": [\n{lines}\n]}}\n')
 
+    if options.grid:
+        old = json.loads(options.grid.read_text())
+        if old["provenance"]["data_sha256"] != record["provenance"]["data_sha256"]:
+            raise SystemExit(f"{options.grid} is of other data")
+        record["provenance"]["grid_commit"] = old["provenance"]["git_commit"]
+        record["runs"] = [run for run in old["runs"] if run["kind"] == "fixed" and run["seed"] in options.seeds]
+        grid = []
     with ProcessPoolExecutor(options.workers, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
-        together = pool.submit(train_grid, grid)
+        together = pool.submit(train_grid, grid) if grid else None
         waiting = [pool.submit(train, run) for run in learning]
-        for run, found in zip(grid, together.result(), strict=True):
+        for run, found in zip(grid, together.result() if together else [], strict=True):
             keep(run, found)
         for run, future in zip(learning, waiting, strict=True):
             if time.perf_counter() - began > options.limit_s and future.cancel():
