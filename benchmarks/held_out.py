@@ -13,7 +13,6 @@ listed, and written when it ends.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import math
@@ -23,101 +22,22 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW
 
 from hdet import AutoLR, __version__
-from hdet.lab.models.gpt import GPT
-from hdet.lab.models.mlp import MLP
 from hdet.lab.runs import provenance
-from hdet.lab.tasks.fashion import read_idx
-from hdet.lab.tasks.tabular import read_table
-from hdet.signals.held_out import PROBE_EVERY
+from held_out_data import SPLITS, TASKS, Data
 
 LRS, DECAYS = (3e-4, 1e-3, 3e-3), (0.0, 0.1, 1.0, 3.0)
 STARTS = ((1e-8, 0.0), (1e-3, 0.01), (1.0, 1.0))
 DEFAULTS = (1e-3, 0.01)
 """AdamW's own."""
-SPLITS = ("train", "held_out", "test")
-
-
-@dataclass(frozen=True)
-class Data:
-    """Inputs and targets of rows to train on, to probe and to test; a model, and the loss of its outputs."""
-
-    rows: dict[str, tuple[Tensor, Tensor]]
-    build: Callable[[], nn.Module]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    batch: int
-    steps: int
-
-    def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for name in SPLITS:
-            for tensor in self.rows[name]:
-                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                digest.update(tensor.contiguous().numpy().tobytes())
-        return digest.hexdigest()
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
-def images(data: Path, size: int) -> Data:
-    """Fashion-MNIST at 14 by 14: so many pictures to train on, 2,000 to probe, 10,000 to test."""
-    folder, kinds = data / "fashion-mnist", ("images-idx3-ubyte", "labels-idx1-ubyte")
-    seen, labels, unseen, other = (
-        read_idx(folder, f"{part}-{kind}", check=True, download=True) for part in ("train", "t10k") for kind in kinds
-    )
-    seen, unseen = (
-        F.avg_pool2d((each.float() / 255 - 0.286)[:, None] / 0.353, 2).flatten(1) for each in (seen, unseen)
-    )
-    rows = {
-        "train": (seen[:size], labels[:size].long()),
-        "held_out": (seen[-2000:], labels[-2000:].long()),
-        "test": (unseen, other.long()),
-    }
-    return Data(rows, lambda: MLP(196, 10, widths=(128, 128)), cross_entropy, 64, 1500)
-
-
-def text(data: Path, size: int) -> Data:
-    """A tenth of tinyshakespeare's characters to train on, the next twentieth to probe, the last tenth to test."""
-    letters = (data / "tinyshakespeare" / "input.txt").read_text()
-    alphabet = {letter: index for index, letter in enumerate(sorted(set(letters)))}
-    tokens, context = torch.tensor([alphabet[letter] for letter in letters]), 48
-    tenth = len(tokens) // 10
-
-    def windows(part: Tensor, every: int) -> tuple[Tensor, Tensor]:
-        found = part.unfold(0, context + 1, every)
-        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
-
-    rows = {
-        "train": windows(tokens[:tenth], 1),
-        "held_out": windows(tokens[tenth : tenth + tenth // 2], 8),
-        "test": windows(tokens[-tenth:], context),
-    }
-    sizes: dict[str, int] = {"context": context, "num_layers": 4, "width": 192, "num_heads": 4}
-    return Data(rows, lambda: GPT(len(alphabet), **sizes), cross_entropy, 64, 800)
-
-
-def table(data: Path, size: int) -> Data:
-    """The diabetes table that scikit-learn ships: 222 rows to train on, 110 to probe, 110 to test."""
-    x, y = (torch.from_numpy(read_table(data, f"diabetes_{name}.csv.gz")) for name in ("data_raw", "target"))
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    x, y = x[order], y[order]
-    x, y = (x - x[:222].mean(0)) / x[:222].std(0), ((y - y[:222].mean()) / y[:222].std())[:, None]
-    ends = {"train": slice(222), "held_out": slice(222, 332), "test": slice(332, None)}
-    rows = {name: (x[part], y[part]) for name, part in ends.items()}
-    return Data(rows, lambda: MLP(10, 1, widths=(64, 64)), F.mse_loss, 32, 1500)
-
-
-TASKS = {"images": images, "text": text, "table": table}
 
 
 @dataclass(frozen=True)
@@ -189,19 +109,15 @@ def train_grid(runs: list[Run]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"seconds": round((time.perf_counter() - began) / len(runs), 2)} for _ in runs]
     with torch.no_grad():
         for index, results in enumerate(found):
-            own = {name: p[index] for name, p in parameters.items()}
-            results |= tested(
-                data,
-                batches[runs[index].seed].rows,
-                lambda x, own=own: torch.func.functional_call(models[0], own, (x,)),
-            )
+            model = partial(torch.func.functional_call, models[0], {name: p[index] for name, p in parameters.items()})
+            results |= tested(data, batches[runs[index].seed].rows, model)
     return found
 
 
 def tested(data: Data, rows: dict[str, tuple[Tensor, Tensor]], model: Callable[[Tensor], Tensor]) -> dict[str, float]:
     found = {}
     for name in SPLITS:
-        parts = zip(*(tensor[:20_000].split(1000) for tensor in rows[name]), strict=True)
+        parts = zip(*(torch.split(tensor[:20_000], 1000) for tensor in rows[name]), strict=True)
         losses = [float(data.loss(model(x), y)) * len(x) for x, y in parts]
         found[name] = round(sum(losses) / min(len(rows[name][0]), 20_000), 5)
     return found
@@ -219,26 +135,32 @@ def train(run: Run) -> dict[str, Any]:
         x, y = batches(name)
         return data.loss(model(x), y)
 
+    probed: list[int] = []
+
+    def probe() -> Tensor:
+        probed.append(len(seconds))
+        return loss_of("held_out")
+
     optimizer = AdamW(model.parameters(), lr=run.lr, weight_decay=run.weight_decay)
     given: dict[str, Any] = {}
     if run.kind in ("probe", "learn"):
-        given = {"model": model, "probe": lambda: loss_of("held_out")}
+        given = {"model": model, "probe": probe}
     if run.kind == "learn":
         given["weight_decay"] = "learn"
     scheduler = AutoLR(optimizer, total_steps=run.steps, **given)
-    seconds = []
+    seconds: list[float] = []
     began = time.perf_counter()
     for _ in range(run.steps):
+        started = time.perf_counter()
         loss = loss_of("train")
         torch.autograd.backward(loss)
-        started = time.perf_counter()
         optimizer.step()
-        seconds.append(time.perf_counter() - started)
         scheduler.step(loss)
         optimizer.zero_grad()
+        seconds.append(time.perf_counter() - started)
     found: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 2), **story(scheduler)}
-    if given and run.device == "cpu":
-        found["probe_cost"] = probe_cost(seconds, found["seconds"])
+    if probed and run.device == "cpu":
+        found["probe_cost"] = probe_cost(seconds, probed)
     with torch.no_grad():
         return found | tested(data, batches.rows, model.eval())
 
@@ -247,18 +169,22 @@ def story(scheduler: AutoLR) -> dict[str, Any]:
     """Some forty points of both curves, and when training could have ended."""
     records = [record for record in scheduler.history if record.phase != "climb"]
     records = records[:: max(1, len(records) // 40)]
-    rounded = lambda value: float(f"{value:.3g}")  # noqa: E731
+
+    def rounded(value: float) -> float:
+        return float(f"{value:.3g}")
+
     curves = {"at": [r.step for r in records], "lrs": [rounded(r.base_values[0]) for r in records]}
     if records and "weight_decay" in records[-1].knobs:
         curves["decays"] = [rounded(r.knobs["weight_decay"].base) for r in records]
     return {"climb_steps": scheduler.found().climb_steps, "worse_since": scheduler.found().worse_since, **curves}
 
 
-def probe_cost(seconds: list[float], total: float) -> float:
-    """Share of the run's time that optimizer steps with a probe took longer than those without; waits nowhere."""
-    ordinary = statistics.median(seconds)
-    slow = sorted(seconds)[-len(seconds) // PROBE_EVERY :]
-    return round(len(slow) * (statistics.median(slow) - ordinary) / total, 4)
+def probe_cost(seconds: list[float], probed: list[int]) -> float:
+    """By what share steps with a probe made the run longer; by medians, because others use the machine too."""
+    with_probe = [seconds[k] for k in probed]
+    others = [each for k, each in enumerate(seconds) if k not in set(probed) and k > probed[0]]
+    usual = statistics.median(others)
+    return round((statistics.median(with_probe) - usual) * len(with_probe) / (usual * len(others)), 4)
 
 
 def runs_of(options: argparse.Namespace) -> Iterable[Run]:

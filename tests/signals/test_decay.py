@@ -107,6 +107,25 @@ def test_it_is_resumed_exactly() -> None:
     assert again.final() == task.final()
 
 
+def test_a_state_has_the_same_form_at_any_time() -> None:
+    def form(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: form(each) for key, each in value.items()}
+        if isinstance(value, torch.Tensor):
+            return value.shape
+        return [form(each) for each in value] if isinstance(value, list) else type(value)
+
+    optimizer = AdamW(Points().model.parameters(), lr=1e-3, weight_decay=0.1)
+    fresh, learner = DecayLearner(optimizer), DecayLearner(optimizer, every=8)
+    for _ in range(9):
+        learner.add_step(optimizer)
+    assert form(fresh.state_dict()) == form(learner.state_dict())
+    fresh.load_state_dict(learner.state_dict())
+    for mine, theirs in zip(fresh.path.copies, learner.path.copies, strict=True):
+        assert mine.abs().sum() > 0
+        assert torch.equal(mine, theirs)
+
+
 @pytest.mark.parametrize(
     ("more", "what"),
     [

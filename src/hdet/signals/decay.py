@@ -127,6 +127,10 @@ class DecayLearner:
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
+        """The same names and shapes at any time, so that a checkpoint can be read into a run that has not begun."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self.path.settle(optimizer)
         return {
             "starts": list(self.starts),
             "position": self.position,
