@@ -29,7 +29,7 @@ PAGE, RUNS = "results.md", "results_runs.md"
 HALVES = {
     "B": "Half B: only reported",
     "A": "Half A: defaults may be chosen on it",
-    "extra": "Other optimizers",
+    "extra": "Neither: stdlib-gpt, on which AutoLR's settings were looked at before, and other optimizers",
 }
 
 _TARGET = """\

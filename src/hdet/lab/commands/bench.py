@@ -38,7 +38,7 @@ class BenchOptions(Options):
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of weights and data order; each method runs once for each."""
     half: Literal["A", "B", "extra", "all"] = "all"
-    """A: tasks on which defaults may be chosen; B: those that are only reported; extra: other optimizers."""
+    """A: tasks on which defaults may be chosen; B: those that are only reported; extra: neither, and other optimizers."""
     steps: int | None = None
     """Optimizer steps of a run; default each entry's own."""
     out: Path = Path("runs/bench")
