@@ -335,10 +335,11 @@ def main() -> None:
     rows = CLAIMS[args.claim](bench)
     seconds = time.perf_counter() - started
     show(rows)
-    command = " ".join(word for word in sys.argv[1:] if "/" not in word)
+    words = [word for i, word in enumerate(sys.argv) if i and not {word, sys.argv[i - 1]} & {"--data", "--out"}]
     settings = {"steps": bench.num_steps, "interval": bench.interval, "replicas": args.replicas, "spread": SPREAD}
-    record = {"claim": args.claim, "task": args.task, "command": f"python benchmarks/paper.py {command}", **facts,
-              "settings": settings, "seconds": seconds, "runs": rows}  # fmt: skip
+    command = " ".join(["python benchmarks/paper.py", *words])
+    record = {"claim": args.claim, "task": args.task, "command": command, **facts, "settings": settings,
+              "seconds": seconds, "runs": rows}  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"{args.claim}-{args.task}-{args.optimizer}" + ("-full" if args.full else "")
     (args.out / f"{name}.json").write_text(json.dumps(compact(record), separators=(",", ":")) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hdet.checks import FloatArray
+from hdet.replicas.transport import BLOCK, Transport, decode, encode
 from hdet.weights.outer import OuterStep
 
 
@@ -63,12 +63,13 @@ class Elastic:
 class Coded:
     """The mean of displacements from the last centre, each of them coded; and the same of their mean."""
 
-    def __init__(self, code: Callable[[Tensor], Tensor], bytes_each: float, start: Tensor) -> None:
-        self.code, self.bytes_each, self.centre, self.bytes_sent = code, bytes_each, start[0].clone(), 0.0
+    def __init__(self, transport: Transport, start: Tensor) -> None:
+        self.transport, self.centre, self.bytes_sent = transport, start[0].clone(), 0.0
+        self.bytes_each = encode(torch.zeros(1, BLOCK), transport).shape[1] / BLOCK
 
     def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None:
-        sent = torch.stack([self.code(each) for each in weights - self.centre])
-        self.centre.add_(self.code(sent.mean(0)))
+        sent = torch.stack([through(each, self.transport) for each in weights - self.centre])
+        self.centre.add_(through(sent.mean(0), self.transport))
         weights.copy_(self.centre.expand_as(weights))
         self.bytes_sent += ring_bytes(len(weights), weights.shape[1], self.bytes_each)
 
@@ -86,18 +87,10 @@ class Fragments:
             self.bytes_sent += ring_bytes(len(weights), part.shape[1], 4)
 
 
-def bfloat16(values: Tensor) -> Tensor:
-    return values.bfloat16().to(values.dtype)
-
-
-BLOCK = 256
-
-
-def int8(values: Tensor) -> Tensor:
-    """To the nearest of 255 levels between plus and minus the largest of each 256 values."""
-    blocks = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny) / 127
-    return ((blocks / scales).round() * scales).view(-1)[: len(values)]
+def through(values: Tensor, transport: Transport) -> Tensor:
+    """What arrives of a vector that the product sends."""
+    padded = torch.nn.functional.pad(values.float(), (0, -len(values) % BLOCK))
+    return decode(encode(padded[None], transport), transport)[0, : len(values)].to(values)
 
 
 def make_mean(name: str, start: Tensor) -> Mean:
@@ -105,10 +98,9 @@ def make_mean(name: str, start: Tensor) -> Mean:
     kind, _, value = name.partition(":")
     if kind == "elastic":
         return Elastic(float(value or 0.9) / len(start), start)  # beta = N a = 0.9, as its authors have it
-    if kind == "bfloat16":
-        return Coded(bfloat16, 2, start)
-    if kind == "int8":
-        return Coded(int8, 1 + 4 / BLOCK, start)
+    transports: dict[str, Transport] = {"bfloat16": "bfloat16", "int8": "int8"}
+    if kind in transports:
+        return Coded(transports[kind], start)
     if kind == "fragments":
         return Fragments(int(value or 4), start)
     if kind == "nesterov":

@@ -178,3 +178,28 @@ def _anchored() -> str:
 
 def test_on_the_line_it_is_refused() -> None:
     assert "but got transport='int8'" in launch(_anchored, 2, timeout_s=60)[0]
+
+
+def _one_forgets() -> str:
+    import torch.distributed as dist
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averaging = Averaging(transport="int8")
+    explorer = Explorer(model, optimizer, interval=1, gradients="local", averaging=averaging)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).square().mean().backward()
+        optimizer.step()
+        if step == 2:
+            if dist.get_rank() == 1:
+                explorer._rounds.weights._bases.clear()
+            with pytest.raises(RuntimeError, match="replicas must hold the same parameters") as caught:
+                explorer.step(1.0)
+            return str(caught.value)
+        explorer.step(1.0)
+    return ""
+
+
+def test_a_replica_without_the_last_mean_is_found_before_anything_is_sent() -> None:
+    assert all(launch(_one_forgets, 2, timeout_s=60))

@@ -26,8 +26,8 @@ FADE = 0.85
 """Of one probe to the next, as for the learning rate."""
 GAIN, LIMIT, DOUBT = 0.1, 0.3, 1.0
 """Of a probe: how far log(weight decay) goes for a standard error beyond doubt, how far at most, and what doubt is."""
-MAX_SHRINK = 0.02
-"""Of the weights in one step: beyond, they are forgotten within fifty."""
+MAX_SHRINK = 0.1
+"""Of the weights in one step: beyond, they are forgotten within ten."""
 DECOUPLED, COUPLED = (1e-4, 10.0, 0.1), (1e-6, 1.0, 1e-3)
 """Lowest, highest and first weight decay, beside the gradient (AdamW) and inside it (SGD)."""
 
@@ -127,6 +127,10 @@ class DecayLearner:
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
+        """The same names and shapes at any time, so that a checkpoint can be read into a run that has not begun."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self.path.settle(optimizer)
         return {
             "starts": list(self.starts),
             "position": self.position,

@@ -217,6 +217,9 @@ def probe_gradients(probe: Probe, model: nn.Module, parameters: Sequence[Tensor]
     Sharded parameters get theirs from backward(), averaged over ranks as in training; the others' hooks see nothing.
     """
     with untouched(model), _alone(model), torch.enable_grad():
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase) and not module.dropout:
+                module.training = True  # cuDNN's has no backward in evaluation mode, and does the same in both
         loss = probe()
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise TypeError(

@@ -47,8 +47,7 @@ class DecayPath:
     def add_step(self, optimizer: Optimizer) -> None:
         """The optimizer is about to take a step. On the device; nothing waits."""
         groups = optimizer.param_groups
-        for store in (self.lags, self._shrinks):
-            store += [0.0] * (len(groups) - len(store))
+        self._make_room_for(groups)
         for k, group in enumerate(groups):
             self.lags[k] = lag_after(self.lags[k], group, coupled=isinstance(optimizer, SGD))
             self._shrinks[k] = self._shrinks[k] + group["lr"] * group["weight_decay"] * self.lags[k]
@@ -60,11 +59,12 @@ class DecayPath:
     def settle(self, optimizer: Optimizer) -> None:
         """Bring D up to the steps that are not in it yet."""
         groups = optimizer.param_groups
+        self._make_room_for(groups)
         parameters = [p for group in groups for p in group["params"]]
         self._make_room(parameters)
         kept = self._kept.kept(map(local_tensor, parameters), self._kept.columns)
         start = 0
-        for group, shrink in zip(groups, self._shrinks, strict=False):
+        for group, shrink in zip(groups, self._shrinks, strict=True):
             rows = slice(start, start + len(group["params"]))
             start = rows.stop
             if rows.stop > rows.start and not (isinstance(shrink, float) and shrink == 0):
@@ -75,6 +75,10 @@ class DecayPath:
                 torch._foreach_mul_(moved, shrink)
                 torch._foreach_sub_(self.copies[rows], moved)
         self._shrinks = [0.0] * len(groups)
+
+    def _make_room_for(self, groups: Sequence[Any]) -> None:
+        self.lags += [0.0] * (len(groups) - len(self.lags))
+        self._shrinks += [0.0] * (len(groups) - len(self._shrinks))
 
     def _make_room(self, parameters: Sequence[Tensor]) -> None:
         have = len(self.copies)
