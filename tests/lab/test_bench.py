@@ -286,6 +286,16 @@ def test_summaries_are_of_the_losses_in_the_record(finished: Path, tmp_path: Pat
     assert any("Mechanic, which was not measured" in part for part in said)
 
 
+def test_only_seeds_that_all_methods_have_are_compared(finished: Path, tmp_path: Path) -> None:
+    gather(finished, tmp_path / "records")
+    record = next(record for record in load(tmp_path / "records") if record.half == "A")
+    record.methods["prodigy"] = [run for run in record.methods["prodigy"] if run["seed"] == 1]
+    task = summarize(record)
+    assert task is not None
+    assert task.seeds == [1]  # though the grid of half A has both, and the calibration the first
+    assert {len(values) for values in task.excess.values()} == {1}
+
+
 def test_docs_are_those_that_the_kept_records_make() -> None:
     for path, text in render(load(ROOT / "benchmarks" / "results" / "bench")).items():
         assert (ROOT / "docs" / path).read_text() == text, f"{path}: run hdet bench --pages"

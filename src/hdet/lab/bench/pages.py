@@ -195,6 +195,7 @@ def _runs(tasks: Iterable[TaskSummary]) -> str:
               "intervals are in [results.md](results.md)."]  # fmt: skip
     for task in tasks:
         record = task.record
+        seeds = sorted({run["seed"] for runs in record.methods.values() for run in runs})
         lines += ["", f"## {record.name}", ""]
         rows = []
         for method in record.methods:
@@ -204,9 +205,9 @@ def _runs(tasks: Iterable[TaskSummary]) -> str:
             for shape, lr in keys:
                 mine = {run["seed"]: run for run in runs if run["schedule"] == shape and (per_seed or run["lr"] == lr)}
                 chosen = [f"{run['lr']:.2g}" for run in mine.values() if run["lr"] is not None]
-                cells = [_loss(mine[seed]["loss"]) if seed in mine else "" for seed in task.seeds]
+                cells = [_loss(mine[seed]["loss"]) if seed in mine else "" for seed in seeds]
                 rows.append([method, shape, ", ".join(chosen) if per_seed else f"{lr:g}", *cells])
-        lines += table(["method", "schedule", "learning rate", *(f"seed {seed}" for seed in task.seeds)], rows)
+        lines += table(["method", "schedule", "learning rate", *(f"seed {seed}" for seed in seeds)], rows)
     return "\n".join(lines) + "\n"
 
 
