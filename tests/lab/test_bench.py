@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hdet import AutoLR
 from hdet.command_line import UsageError
 from hdet.lab.bench import runner as runner_module
 from hdet.lab.bench.methods import HALVING_LRS, extension, found_lr, run_method
@@ -21,8 +22,9 @@ from hdet.lab.bench.suite import BY_NAME, ENTRIES, METHODS, Entry, half_decade, 
 from hdet.lab.bench.summary import duel, over_tasks, summarize, verdict
 from hdet.lab.bench.train import Bench, Whole, thinned
 from hdet.lab.commands import bench as command
+from hdet.lab.recipes import ADAM_BETAS
 from hdet.lab.stacked.sweep import sweep
-from hdet.lab.tasks.base import split_rows
+from hdet.lab.tasks.base import batch_of, split_rows
 from hdet.lab.tasks.quadratic import QuadraticTask
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +74,8 @@ def test_a_grid_grows_only_where_its_best_is_at_an_edge() -> None:
     assert extension(range(-8, -2), half_decade(-5)) == []
 
 
-def test_the_grid_brackets_its_best() -> None:
-    records = run_method(make_bench(), "grid")
+def test_the_grid_brackets_its_best(finished: Path) -> None:
+    records = json.loads((finished / "tabular" / "grid.json").read_text())["runs"]
     lrs = sorted({record["lr"] for record in records})
     best = min(records, key=lambda record: record["loss"])["lr"]
     assert lrs[0] < best < lrs[-1]
@@ -107,6 +109,21 @@ def test_autolr_is_given_nothing_but_the_length() -> None:
     assert {record["lr"] for record in records} == {1e-8, 1e-4, 1e-2}
     assert {record["schedule"] for record in records} == {"none"}
     assert all(record["climb"][0] > 0 and len(record["lrs"]) <= 60 for record in records)
+
+
+@pytest.mark.parametrize("start", [1e-8, 1e-2])
+def test_autolr_of_the_benchmark_is_that_of_a_plain_loop(start: float) -> None:
+    model = SMALL.build(0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=start, betas=ADAM_BETAS)
+    scheduler = AutoLR(optimizer, total_steps=CLIMB_STEPS)
+    for step in range(CLIMB_STEPS):
+        optimizer.zero_grad()
+        loss = SMALL.loss(model, batch_of(SMALL, step, seed=0))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        scheduler.step(loss)
+    record = next(r for r in run_method(make_bench(steps=CLIMB_STEPS), "autolr") if (r["lr"], r["seed"]) == (start, 0))
+    assert record["loss"] == pytest.approx(SMALL.evaluate(model)["loss"], rel=1e-3)
 
 
 def test_parts_of_a_sweep_change_nothing() -> None:
@@ -173,6 +190,12 @@ def test_the_default_comes_from_half_a_alone(finished: Path) -> None:
     assert not (finished / "tabular" / "adamw-grid.json").exists()
 
 
+def test_a_default_is_used_as_soon_as_it_is_known(finished: Path) -> None:
+    """The files of the fixture, in the order in which they were written: the rest does not go first."""
+    written = sorted(finished.glob("tabular/*.json"), key=lambda path: path.stat().st_mtime_ns)
+    assert [path.stem for path in written] == ["grid", "autolr", "adamw", "prodigy"]
+
+
 def test_without_half_a_there_is_no_default(tmp_path: Path) -> None:
     problems = Runner(tmp_path, [Entry("tabular", "B", STEPS, task="quadratic")], ("adamw",), (0,)).run()
     assert problems == ["tabular/adamw is skipped: no default was chosen on half A"]
@@ -219,6 +242,7 @@ def test_pages_come_from_the_records_and_nothing_else(finished: Path, tmp_path: 
     assert first == again
     assert set(first) == {"results.md", "results_runs.md", "bench-feed.svg", "bench-tabular.svg"}
     assert first["results.md"].splitlines()[2].startswith("**The target is ")
+    assert "- Chosen on half A for AdamW at one default: " in first["results.md"]
 
 
 def test_every_run_is_on_the_page_of_runs(finished: Path, tmp_path: Path) -> None:
@@ -286,10 +310,10 @@ def test_the_command_runs_and_makes_pages(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.timeout(100)
 def test_workers_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "POLL_S", 0.1)
-    options = ["--tasks", "quadratic", "--steps", "60", "--seeds", "0", "--methods", "dog", "prodigy", "mechanic"]
+    options = ["--tasks", "quadratic", "--steps", "60", "--seeds", "0", "--methods", "dog", "prodigy"]
     assert command.main([*options, "--out", str(tmp_path), "--workers", "2"]) == 0
     found = sorted(path.name for path in (tmp_path / "quadratic").iterdir())
-    assert found == ["dog.json", "mechanic.json", "prodigy.json"]
+    assert found == ["dog.json", "prodigy.json"]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """The methods of the benchmark, each as its authors would run it. A method gives the records of its runs.
 
 - ``grid``: fixed learning rates by half-decades under one-cycle, cosine and WSD; it grows where the best is at an edge.
+  Adam here and everywhere below, where nothing else is said, with betas 0.9 and 0.95.
 - ``autolr``: ``AutoLR(optimizer, total_steps=N)``, from each start.
-- ``adamw``, ``nadamw``: weight decay 0.1, one schedule and learning rate for all tasks, the best over half A.
-- ``prodigy``, ``d-adaptation``, ``mechanic``: cosine with a warm-up of 5% and a peak of 1. ``dog``: constant, evaluated
-  at its average. ``schedule-free``: constant after a warm-up of 10%, at its package's default of 0.0025;
+- ``adamw``, ``nadamw``: weight decay 0.1, the latter with betas 0.9 and 0.999; one schedule and learning rate for all
+  tasks, the best of the grid on the mean over half A (first seed).
+- ``prodigy`` (with its safeguard for warm-ups), ``d-adaptation``: betas 0.9 and 0.999; ``mechanic`` around Adam. All
+  three follow a cosine with a warm-up of 5% and a peak of 1.
+- ``dog``: constant, evaluated at its polynomial average; first distance 1e-6, with BatchNorm 1e-4.
+- ``schedule-free``: betas 0.9 and 0.999, constant after a warm-up of 10%, at its package's default of 0.0025;
   ``schedule-free-grid``: the same at several learning rates; ``schedule-free-autolr``: AutoLR sets its learning rate.
 - ``finder``: a tenth of the run grows the learning rate from 1e-7 to 10; a tenth of where the smoothed loss was lowest
   is the peak of a one-cycle in the other nine tenths.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hdet.lab.bench import methods
 from hdet.lab.bench.figures import lr_figure
 from hdet.lab.bench.records import Record, load
 from hdet.lab.bench.statistics import t_interval
@@ -34,8 +35,7 @@ HALVES = {
 _TARGET = """\
 The target: ahead of every rival with nothing set on the mean over half B, within 1% of the best of the grid on each of
 its tasks, and ahead of random search with four times the compute. Defaults were chosen on half A; half B is reported
-whatever it says. Rivals, their schedules and their constants: `src/hdet/lab/bench/methods.py`. Every run:
-[results_runs.md](results_runs.md). The paper's configurations and earlier comparisons:
+whatever it says. Every run: [results_runs.md](results_runs.md). The paper's configurations and earlier comparisons:
 [results_paper.md](results_paper.md)."""
 _READING = """\
 Figures are shares by which the validation loss at the end is above that of the best fixed learning rate of the same
@@ -77,13 +77,14 @@ def _figure(task: TaskSummary) -> str:
 
 def _results(tasks: Sequence[TaskSummary], records: Sequence[Record]) -> str:
     of_half = {half: [task for task in tasks if task.record.half == half] for half in HALVES}
-    lines = ["# Does it work", "", *_first_lines(of_half["B"]), "", *_how(records), ""]
+    lines = ["# Does it work", "", *_first_lines(of_half["B"]), "", *_how(tasks), ""]
     for half, title in HALVES.items():
         if of_half[half]:
             lines += [f"## {title}", "", *_half(of_half[half]), ""]
     both = of_half["B"] + of_half["A"]
     lines += ["## Ahead, level, behind", "", *_duels(of_half["B"], of_half["A"]), ""]
     lines += ["## Steps to a target", "", *_profile(both), "", "## Task by task", "", *_tasks(tasks), ""]
+    lines += ["## How each method was run", "", _methods(), *_defaults(records), ""]
     lines += ["## Figures", "", *_figures(tasks), "", "## Machines and data", "", *_facts(records), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -96,8 +97,8 @@ def _first_lines(tasks: Sequence[TaskSummary]) -> list[str]:
     return [first, "", *(f"- {part}" for part in said)]
 
 
-def _how(records: Sequence[Record]) -> list[str]:
-    missing = [name for name in DEFAULT_ENTRIES if name not in {record.name for record in records}]
+def _how(tasks: Sequence[TaskSummary]) -> list[str]:
+    missing = [name for name in DEFAULT_ENTRIES if name not in {task.record.name for task in tasks}]
     text = [_TARGET, "", _READING]
     return text + (["", f"Not measured: {', '.join(missing)}."] if missing else [])
 
@@ -110,8 +111,10 @@ def _half(tasks: Sequence[TaskSummary]) -> list[str]:
         nothing = "yes" if line.method in NOTHING_SET else "no"
         worst = f"{percent(line.worst)} ({line.worst_task})"
         label = f"**{LABELS[line.method]}**" if line.method == "autolr" else LABELS[line.method]
-        rows.append([label, nothing, compute, str(line.num_tasks), _interval(line.mean, line.half_width), worst])
-    return table(["method", "nothing set", "runs of compute", "tasks", "mean excess", "worst task"], rows)
+        center = _interval(line.mean, line.half_width)
+        rows.append([label, nothing, compute, str(line.num_tasks), center, percent(line.median), worst])
+    heads = ["method", "nothing set", "runs of compute", "tasks", "mean excess", "median task", "worst task"]
+    return table(heads, rows)
 
 
 def _interval(center: float, half_width: float) -> str:
@@ -152,6 +155,17 @@ def _tasks(tasks: Sequence[TaskSummary]) -> list[str]:
     heads = ["task", "half", "steps", "seeds", "best of the grid", "its condition", "AutoLR by start", "worth"]
     said = "Worth: the fewest runs of a random search that are expected to reach AutoLR's mean over starts and seeds."
     return [said, "", *table(heads, rows)]
+
+
+def _methods() -> str:
+    """The list in the docstring of the methods, which is where they are kept up to date."""
+    return (methods.__doc__ or "").partition("\n\n")[2].strip().replace("``", "`")
+
+
+def _defaults(records: Sequence[Record]) -> list[str]:
+    """What was chosen on half A, as the records of its use have it."""
+    chosen = dict.fromkeys(pair for record in records for pair in record.defaults.items())
+    return [f"- Chosen on half A for {LABELS[method]}: {shape}, {lr:g}." for method, (shape, lr) in chosen]
 
 
 def _figures(tasks: Sequence[TaskSummary]) -> list[str]:

@@ -5,13 +5,14 @@ Several processes may work on the same folder: each claims a job with a file of 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,22 +62,21 @@ class Runner:
         left = [job for job in jobs(self.entries, self.methods) if not self.is_done(job)]
         total = len(left)
         while left:
-            waiting: list[Job] = []
-            moved = False
-            for place, job in enumerate(left):
-                if job.method in CALIBRATIONS and not self.is_calibrated(CALIBRATIONS[job.method]):
-                    waiting.append(job)
-                    continue
+            # The first that need not wait: a default may have been chosen in the meantime.
+            job = next((job for job in left if self._is_ready(job)), None)
+            if job is not None:
+                left.remove(job)
                 problem = self._run_claimed(job)
                 problems += [problem] if problem else []
-                moved = True
-                progress(total - len(waiting) - (len(left) - place - 1), job.name)
-            if waiting and not moved:
-                if not self._others_calibrate(waiting):
-                    return problems + [f"{job.name} is skipped: no default was chosen on half A" for job in waiting]
+                progress(total - len(left), job.name)
+            elif self._others_calibrate(left):
                 time.sleep(0.5)
-            left = [job for job in waiting if not self.is_done(job)]
+            else:
+                return problems + [f"{job.name} is skipped: no default was chosen on half A" for job in left]
         return problems
+
+    def _is_ready(self, job: Job) -> bool:
+        return job.method not in CALIBRATIONS or self.is_calibrated(CALIBRATIONS[job.method])
 
     # -- files --------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,8 @@ class Runner:
         if name not in self._open:
             if name not in TASKS:
                 raise UsageError(f"there is no task {name}")
-            task = open_task(name, self.data)
+            with alone(self.out / "opening.claim"):  # some tasks fetch or make data, which two must not do at once
+                task = open_task(name, self.data)
             model = task.build(0)
             facts = provenance.describe(task) | {
                 "matmul_precision": torch.get_float32_matmul_precision(),
@@ -200,6 +201,17 @@ def take_claim(path: Path) -> bool:
     with os.fdopen(handle, "w") as file:
         file.write(str(os.getpid()))
     return True
+
+
+@contextlib.contextmanager
+def alone(claim: Path) -> Iterator[None]:
+    """Wait until no other process is inside."""
+    while not take_claim(claim):
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class Entry:
 
     name: str
     half: Half
-    steps: int = 300
+    steps: int = 500
     task: str = ""
     optimizer: str = "adam"
     stacked: int = 27
@@ -59,21 +59,21 @@ class Entry:
 
 ENTRIES = (
     Entry("shakespeare-gpt", "A"),
-    Entry("feed", "A"),
+    Entry("feed", "A", steps=335),
     Entry("fashion", "A"),
     Entry("word-gpt", "A"),
     Entry("lstm", "A"),
+    Entry("fashion-batch-1024", "B", steps=200, stacked=9),  # the dearest first, or it would end last
     Entry("stdlib-gpt", "B"),
     Entry("code-gpt", "B"),
     Entry("finetune-gpt", "B"),
     Entry("finetune-lora", "B"),
-    Entry("tabular", "B", steps=500),
-    Entry("tabular-regression", "B", steps=500),
-    Entry("tabular-regression-raw", "B", steps=500),
+    Entry("tabular", "B"),
+    Entry("tabular-regression", "B"),
+    Entry("tabular-regression-raw", "B"),
     Entry("fashion-vit", "B"),
-    Entry("fashion-batch-8", "B", steps=500),
+    Entry("fashion-batch-8", "B"),
     Entry("fashion-diffusion", "B"),
-    Entry("fashion-batch-1024", "B", steps=150, stacked=9),
     Entry("stdlib-gpt-sgd", "extra", task="stdlib-gpt", optimizer="sgd"),
     Entry("stdlib-gpt-lion", "extra", task="stdlib-gpt", optimizer="lion"),
     Entry("stdlib-gpt-muon", "extra", task="stdlib-gpt", optimizer="muon"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -106,12 +107,13 @@ def summarize(record: Record) -> TaskSummary | None:
 
 @dataclass(frozen=True)
 class Line:
-    """One method over several tasks: mean over tasks, interval over seeds, worst task."""
+    """One method over several tasks: mean over tasks, interval over seeds; median and worst task."""
 
     method: str
     num_tasks: int
     mean: float
     half_width: float
+    median: float
     worst: float
     worst_task: str
 
@@ -124,8 +126,10 @@ def over_tasks(tasks: Sequence[TaskSummary], method: str) -> Line | None:
     num_seeds = min(len(task.seeds) for task in mine)
     by_seed = [mean([task.excess[method][place] for task in mine]) for place in range(num_seeds)]
     center, half_width = t_interval(by_seed)
-    worst = max(mine, key=lambda task: mean(task.excess[method]))
-    return Line(method, len(mine), center, half_width, mean(worst.excess[method]), worst.record.name)
+    by_task = {task.record.name: mean(task.excess[method]) for task in mine}
+    worst = max(by_task, key=lambda name: by_task[name])
+    median = statistics.median(by_task.values())
+    return Line(method, len(mine), center, half_width, median, by_task[worst], worst)
 
 
 def duel(tasks: Sequence[TaskSummary], rival: str) -> tuple[int, int, int]:

@@ -134,8 +134,11 @@ def _share(options: BenchOptions, arguments: Sequence[str], console: Console) ->
     finally:
         for worker in workers:
             worker.terminate()
-    failed = [path.read_text().strip().splitlines()[-1] for path in sorted(options.out.rglob("*.failed"))]
-    return _end(console, failed)
+    problems = [path.read_text().strip().splitlines()[-1] for path in sorted(options.out.rglob("*.failed"))]
+    left = [job.name for job in todo if not runner.is_done(job) and not runner.has_failed(job)]
+    if left:
+        problems.append(f"not run: {', '.join(left)}; a default needs the grids of half A")
+    return _end(console, problems)
 
 
 def _end(console: Console, problems: Sequence[str], *, quiet: bool = False) -> int:
