@@ -1,4 +1,4 @@
-"""HDET: data-parallel training whose replicas disagree about the learning rate on purpose, and learn from it."""
+"""HDET: stop sweeping the learning rate. Schedulers that find it inside the one run that you train."""
 
 from hdet import knobs
 from hdet.found import Found

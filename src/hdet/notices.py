@@ -15,8 +15,14 @@ def tell(message: str) -> None:
         return
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("hdet: %(message)s"))
-        logger.addHandler(handler)
-    logger.info(message)
+    if logger.hasHandlers():
+        logger.info(message)
+        return
+    # For this message alone: one that stayed would say everything twice once the program sets up its own.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("hdet: %(message)s"))
+    logger.addHandler(handler)
+    try:
+        logger.info(message)
+    finally:
+        logger.removeHandler(handler)

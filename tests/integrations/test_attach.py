@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +16,10 @@ import torch
 import framework_task as task
 from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
 from hdet.launch import launch
+from stand_ins import Engine, Titan, lightning_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-FRAMEWORKS = ("lightning", "transformers", "accelerate", "deepspeed", "torchtitan")
 STEPS = 4
 
 Attach = Callable[..., Any]
@@ -37,25 +35,12 @@ def _lightning(*args: Any, train: bool = True, configured: Any = task.make_sched
     if not train:
         return None
 
-    class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = task.Model()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.inner(**batch)["loss"]
-
-        def configure_optimizers(self) -> Any:
-            optimizer = task.make_optimizer(self.inner)
-            if configured is None:
-                return optimizer
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": configured(optimizer), "interval": "step"}}
-
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=STEPS, logger=False, callbacks=[callback], **quiet
     )  # fmt: skip
-    trainer.fit(Module(), torch.utils.data.DataLoader(task.Samples(64), batch_size=4))
+    module = lightning_module(task.make_optimizer, configured)
+    trainer.fit(module, torch.utils.data.DataLoader(task.Samples(64), batch_size=4))
     return callback.scheduler
 
 
@@ -103,29 +88,10 @@ def _accelerate(*args: Any, train: bool = True, **kwargs: Any) -> Any:
     return scheduler.scheduler
 
 
-class _Engine:
-    """Of DeepSpeed."""
-
-    def __init__(self) -> None:
-        self.module = task.Model()
-        self.optimizer = self.basic_optimizer = task.make_optimizer(self.module)
-        self.lr_scheduler = task.make_schedule(self.optimizer)
-        self.saved = 0
-
-    def zero_optimization_stage(self) -> int:
-        return 0
-
-    def backward(self, loss: Any) -> Any:
-        return loss.backward()
-
-    def save_checkpoint(self, folder: str) -> None:
-        self.saved += 1
-
-
 def _deepspeed(*args: Any, train: bool = True, **kwargs: Any) -> Any:
     from hdet.integrations.deepspeed import attach
 
-    engine = _Engine()
+    engine = Engine()
     scheduler = attach(engine, *args, **kwargs)
     for batch in torch.utils.data.DataLoader(task.Samples(4 * STEPS if train else 0), batch_size=4):
         engine.backward(engine.module(**batch)["loss"])
@@ -136,33 +102,10 @@ def _deepspeed(*args: Any, train: bool = True, **kwargs: Any) -> Any:
     return scheduler
 
 
-class _Titan:
-    """The Trainer of torchtitan."""
-
-    def __init__(self) -> None:
-        model = task.Model()
-        self.model_parts, self.optimizer = [model], task.make_optimizer(model)
-        self.lr_schedulers = SimpleNamespace(schedulers=[task.make_schedule(self.optimizer)])
-        self.config = SimpleNamespace(training=SimpleNamespace(steps=STEPS))
-        self.saved: list[str] = []
-        self.checkpointer = SimpleNamespace(
-            enable=True,
-            save=lambda step, last: self.saved.append("checkpoint"),
-            _should_save=lambda step, last: last,
-            maybe_wait_for_staging=lambda: None,
-        )
-        self.validator = SimpleNamespace(validate=lambda: self.saved.append("validation"))
-
-    def forward_backward_step(self, *, labels: Any, global_valid_tokens: Any, **inputs: Any) -> Any:
-        loss = self.model_parts[0](inputs["x"], labels)["loss"]
-        loss.backward()
-        return loss
-
-
 def _torchtitan(*args: Any, train: bool = True, **kwargs: Any) -> Any:
     from hdet.integrations.torchtitan import attach
 
-    trainer = _Titan()
+    trainer = Titan()
     scheduler = attach(trainer, *args, **kwargs)
     for batch in torch.utils.data.DataLoader(task.Samples(4 * STEPS if train else 0), batch_size=4):
         trainer.forward_backward_step(global_valid_tokens=torch.tensor(4), **batch)
@@ -172,33 +115,6 @@ def _torchtitan(*args: Any, train: bool = True, **kwargs: Any) -> Any:
     trainer.validator.validate()
     assert trainer.saved == ["checkpoint", "validation"]
     return scheduler
-
-
-def _module(name: str, **names: Any) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(names)
-    return module
-
-
-@pytest.fixture(params=FRAMEWORKS)
-def framework(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> str:
-    """The framework's name, with stand-ins for the two that are not installed in the tests' environment."""
-    name = str(request.param)
-    monkeypatch.chdir(tmp_path)
-    if name == "deepspeed":
-        monkeypatch.setitem(sys.modules, name, _module(name, DeepSpeedEngine=_Engine))
-    elif name == "torchtitan":
-        for path in ("torchtitan", "torchtitan.components"):
-            monkeypatch.setitem(sys.modules, path, _module(path))
-        loss = "torchtitan.components.loss"
-        monkeypatch.setitem(sys.modules, loss, _module(loss, IGNORE_INDEX=-100))
-        monkeypatch.setitem(sys.modules, "torchtitan.trainer", _module("torchtitan.trainer", Trainer=_Titan))
-    else:
-        pytest.importorskip(name, reason=f"pip install 'hdet[{name}]'")
-        return name
-    monkeypatch.delitem(sys.modules, f"hdet.integrations.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, f"hdet.integrations.{name}", importlib.import_module(f"hdet.integrations.{name}"))
-    return name
 
 
 def _attach(framework: str) -> Attach:
@@ -360,7 +276,7 @@ def test_attaching_twice_is_refused(framework: str) -> None:
         with pytest.raises(ValueError, match=twice):
             module.HDETTrainerCallback.attach(trainer)
     elif framework != "lightning":  # whose callbacks are looked at when fit begins
-        owner = _Engine() if framework == "deepspeed" else _Titan()
+        owner = Engine() if framework == "deepspeed" else Titan()
         module.attach(owner)
         with pytest.raises(ValueError, match=twice):
             module.attach(owner)

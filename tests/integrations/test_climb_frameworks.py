@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_attach import _Engine, _Titan, framework
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import framework_task as task
-
-__all__ = ["framework"]  # the fixture, with stand-ins for what is not installed
+from stand_ins import Engine, Titan, lightning_module
 
 STEPS, LOW = 300, 1e-8
 
@@ -48,19 +46,7 @@ def _lightning(folder: str) -> tuple[task.Model, Any]:
 
     from hdet.integrations.lightning import HDETCallback
 
-    class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = task.Model()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.inner(**batch)["loss"]
-
-        def configure_optimizers(self) -> Any:
-            optimizer = _optimizer(self.inner)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _constant(optimizer), "interval": "step"}}
-
-    module, callback = Module(), HDETCallback()
+    module, callback = lightning_module(_optimizer, _constant), HDETCallback()
     pl.Trainer(
         accelerator="cpu", devices=1, max_steps=STEPS, callbacks=[callback], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
@@ -108,7 +94,7 @@ def _accelerate(folder: str) -> tuple[task.Model, Any]:
 def _deepspeed(folder: str) -> tuple[task.Model, Any]:
     from hdet.integrations.deepspeed import attach
 
-    engine = _Engine()
+    engine = Engine()
     engine.optimizer = engine.basic_optimizer = _optimizer(engine.module)
     engine.lr_scheduler = _constant(engine.optimizer)
     scheduler = attach(engine, total_steps=STEPS)
@@ -123,7 +109,7 @@ def _deepspeed(folder: str) -> tuple[task.Model, Any]:
 def _torchtitan(folder: str) -> tuple[task.Model, Any]:
     from hdet.integrations.torchtitan import attach
 
-    trainer = _Titan()
+    trainer = Titan()
     (model,) = trainer.model_parts
     trainer.optimizer = _optimizer(model)
     trainer.lr_schedulers.schedulers = [_constant(trainer.optimizer)]

@@ -10,25 +10,15 @@ import torch
 
 import framework_task as task
 from hdet import AutoLR
+from stand_ins import lightning_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 QUIET = {"enable_model_summary": False, "logger": False, "accelerator": "cpu", "devices": 1}
 
 
-def _module(pl: Any, **own: Any) -> Any:
-    class Module(pl.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = task.Model()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.inner(**batch)["loss"]
-
-        def configure_optimizers(self) -> Any:
-            return task.make_optimizer(self.inner)
-
-    module = Module()
+def _module(**own: Any) -> Any:
+    module = lightning_module()
     for name, value in own.items():
         setattr(module, name, value)
     return module
@@ -55,13 +45,13 @@ def test_lightning_says_what_it_needs() -> None:
 
     def refused(match: str, *callbacks: Any, **own: Any) -> None:
         with pytest.raises(ValueError, match=match):
-            _fit(pl, _module(pl, **own), callbacks=list(callbacks) or [HDETCallback()])
+            _fit(pl, _module(**own), callbacks=list(callbacks) or [HDETCallback()])
 
     refused(
         "needs automatic optimization, but the module has automatic_optimization=False", automatic_optimization=False
     )
     refused("callbacks must hold one HDETCallback, but got 2; delete the others", HDETCallback(), HDETCallback())
-    module = _module(pl)
+    module = _module()
     optimizer = task.make_optimizer(module.inner)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     configured = {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss"}}
@@ -76,7 +66,7 @@ def test_lightning_continues_a_run_without_hdet(tmp_path: Path, with_schedule: b
     from hdet.integrations.lightning import HDETCallback
 
     def module() -> Any:
-        found = _module(pl)
+        found = _module()
 
         def configure() -> Any:
             optimizer = torch.optim.SGD(found.inner.parameters(), lr=0.05)
@@ -114,7 +104,7 @@ def test_the_progress_bar_shows_small_learning_rates() -> None:
             shown.append(self.get_metrics(args[0], args[1]).get("hdet/lr"))
 
     callback = HDETCallback(interval=2)
-    _fit(pl, _module(pl), callbacks=[Bar(), callback], bar=True)
+    _fit(pl, _module(), callbacks=[Bar(), callback], bar=True)
     assert callback.scheduler is not None
     assert f"{callback.scheduler.history[-1].base_values[0]:.2e}" in shown
     assert all(lr is None or "e-" in lr for lr in shown)

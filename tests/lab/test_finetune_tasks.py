@@ -61,6 +61,17 @@ def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
         pretrained(tmp_path, source, Pretraining(steps=12))
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_finetune(tmp_path)
+    source = code_gpt(tmp_path, sha256=None, **SIZES)
+    monkeypatch.setattr(pretrained_module, "pretrain", lambda *_: pytest.fail("trained first"))
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        FileNotFoundError, match=r"pretrained is missing and cannot be made .* choose another data folder"
+    ):
+        pretrained(tmp_path / "file", source, Pretraining())
+
+
 def test_both_start_from_the_pretrained_model(tmp_path: Path) -> None:
     full = small_finetune(tmp_path)
     model = full.build(3)
@@ -122,7 +133,7 @@ def test_lora_is_that_of_peft() -> None:
 
 def test_default_sizes() -> None:
     with torch.device("meta"):
-        model = GPT(256, **finetune.SIZES)
+        model = GPT(256, generator=None, **finetune.SIZES)
         lora = LoRA(model, matrices(model))
     assert sum(p.numel() for p in model.parameters()) == 387_744
     assert sum(p.numel() for p in lora.parameters()) == 36_864

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from hdet.lab.tasks.base import param_groups
 from hdet.lab.tasks.feed import auc
 from hdet.lab.tasks.feed_data import LIKED, PADDING, WATCHED, WATCHED_LONG
 from small_tasks import (
+    DOCS,
     SMALL,
     SMALL_TASKS,
     example_of_the_docs,
@@ -286,6 +288,12 @@ def test_load_task(tmp_path: Path) -> None:
         load_task("feed", tmp_path)
     with pytest.raises(ValueError, match=f"task must be one of {', '.join(TASKS)}, but got 'mnist'"):
         load_task("mnist")
+
+
+def test_the_docs_name_every_task() -> None:
+    table = re.findall(r"^\| (`.*?) \|", DOCS.read_text(), re.MULTILINE)
+    named = {name for cell in table for name in re.findall(r"`([\w-]+)`", cell)}
+    assert named >= set(TASKS)
 
 
 def test_the_example_of_the_docs_trains() -> None:

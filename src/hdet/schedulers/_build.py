@@ -113,13 +113,19 @@ def make_loop(
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         repairable=replicas.whole,
     )
+    on_line = kept is not None and spread > 0
+    if on_line and averaging.transport != "full":
+        raise ValueError(
+            f'transport must be "full" where rounds start on the line through the anchor, far from the last mean, but '
+            f"got transport={averaging.transport!r}"
+        )
     averager = Averager(
         optimizer,
-        Weights(optimizer, common.model, replicas),
+        Weights(optimizer, common.model, replicas, averaging.transport),
         apart=apart,
         shared_gradients=gradients != "local",
         anchor=kept,
-        on_line=kept is not None and spread > 0,
+        on_line=on_line,
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
         fallback=_make_fallback(common),

