@@ -238,10 +238,10 @@ def _slopes_of_ranks(kind: str) -> list[float]:
         model = DistributedDataParallel(model)
     elif kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     scheduler = AutoLR(
         optimizer, total_steps=40, model=model, probe=lambda: loss_of(model, 10 + rank), interval=5,
-        adapt=Adapt(climb=False, first_scale=1.0, gated=False),
+        weight_decay="learn", adapt=Adapt(climb=False, first_scale=1.0, gated=False),
     )  # fmt: skip
     signal: Any = scheduler._rounds.signals[0]
     signal.probe_every = 1
@@ -253,7 +253,8 @@ def _slopes_of_ranks(kind: str) -> list[float]:
         scheduler.step(loss.detach())
     held_out = scheduler.history[-1].held_out
     assert held_out is not None
-    return [held_out.loss, held_out.slope, held_out.z]
+    decay = scheduler.history[-1].knobs["weight_decay"]
+    return [held_out.loss, held_out.slope, held_out.z, decay.slope, decay.base]
 
 
 @pytest.mark.timeout(100)
@@ -261,4 +262,5 @@ def test_parallel_training_reads_the_same() -> None:
     found = {kind: launch(_slopes_of_ranks, 2, kind) for kind in ("ddp", "fsdp")}
     for rows in found.values():
         assert rows[0] == rows[1]
+        assert rows[0][-1] != 0.1
     assert_allclose(found["ddp"][0], found["fsdp"][0], rtol=1e-9)
