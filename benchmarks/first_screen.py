@@ -219,15 +219,15 @@ def rivals(records: Sequence[BenchRecord]) -> str:
     tasks = [task for record in records if record.half == "B" and (task := summarize(record)) is not None]
     found = [line for method in LABELS if (line := over_tasks(tasks, method)) is not None]
     rows = [
-        "| method | runs of compute | mean over the tasks | worst task |",
-        "|---|---|---|---|",
+        "| method | runs of compute | median task | mean over the tasks | worst task |",
+        "|---|---|---|---|---|",
     ]
-    for line in sorted(found, key=lambda line: line.mean):
+    for line in sorted(found, key=lambda line: line.median):
         if line.num_tasks == len(tasks):  # on fewer, means are not comparable
             label = f"**{LABELS[line.method]}**" if line.method == "autolr" else LABELS[line.method]
             compute = COMPUTE.get(line.method, "1")
             worst = f"{percent(line.worst)} ({line.worst_task})"
-            rows.append(f"| {label} | {compute} | {percent(line.mean)} | {worst} |")
+            rows.append(f"| {label} | {compute} | {percent(line.median)} | {percent(line.mean)} | {worst} |")
     return "\n".join(rows) + "\n"
 
 
