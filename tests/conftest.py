@@ -17,7 +17,6 @@ pytest_plugins = ["stand_ins"]  # the fixture of all frameworks
 # A launched process imports the module of its test and everything that needs: seconds, unless it is there already.
 preload("pytest", "hypothesis", "hypothesis.strategies", "numpy.testing", "torch.distributed.fsdp")
 preload("hdet.lab.commands.train", "torch.utils.tensorboard", "torch._dynamo.backends.debugging")
-preload("frozen")  # the last one
 
 # How long an example takes says more about a shared machine than about the code.
 settings.register_profile("hdet", deadline=None)
@@ -25,6 +24,6 @@ settings.load_profile("hdet")
 
 
 def pytest_collection_finish() -> None:
-    """Leave what imports have made out of garbage collections, and of searches for a model: see ``frozen``."""
+    """Leave what imports have made out of garbage collections, and of searches for a model: see ``hdet.frozen``."""
     gc.collect()
     gc.freeze()
