@@ -64,6 +64,7 @@ def main() -> None:
     if args.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")
     task = load_task(args.task, args.data)
+    provenance.tell_note(task)
     num_steps = args.steps or task.total_steps
     starts = args.starts or STARTS.get(args.optimizer, ADAM_STARTS)
     record: dict[str, Any] = {

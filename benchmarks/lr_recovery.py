@@ -1,6 +1,6 @@
 """How well a wrong learning rate is recovered from: a small GPT on the standard library's text, on two cores.
 
-    python benchmarks/lr_recovery.py                  # about a quarter of an hour; the table of benchmarks/README.md
+    python benchmarks/lr_recovery.py                  # about a quarter of an hour; the table of docs/results_paper.md
     python benchmarks/lr_recovery.py --steps 100      # a quick look
 
 First a grid of fixed learning rates finds the best one. Then every method starts from 1/100 to 30 times it: the fixed

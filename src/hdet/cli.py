@@ -16,12 +16,15 @@ COMMANDS = {
     "report": ("hdet.lab.commands.report", "one HTML file about one run or several, the lab's or your own"),
     "ablate": ("hdet.lab.commands.ablate", "the paper's six configurations and AutoLR, side by side"),
     "compare": ("hdet.lab.commands.compare", "AutoLR, fixed learning rates and other methods, at equal budget"),
+    "bench": ("hdet.lab.commands.bench", "the benchmark: AutoLR and its rivals on a suite of tasks, and its pages"),
     "doctor": ("hdet.cluster.doctor", "whether HDET will work on this cluster, and what it will cost"),
     "plan": ("hdet.cluster.plan", "what HDET will cost, on paper, on up to 16,384 replicas"),
     "demo": ("hdet.lab.commands.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
 }
 CLUSTER_PACKAGES = ("tyro", "rich")
 LAB_PACKAGES = (*CLUSTER_PACKAGES, "jinja2", "matplotlib", "tensorboard")
+NO_CHARTS = ("bench",)
+"""Commands of the lab that draw without its packages, and train on machines that do not have them."""
 USAGE_ERROR, INTERRUPTED = 2, 130
 
 
@@ -41,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hdet: command must be one of {', '.join(COMMANDS)}, but got {name!r}; see hdet --help", file=sys.stderr)
         return USAGE_ERROR
     module = COMMANDS[name][0]
-    extra, packages = ("cluster", CLUSTER_PACKAGES) if ".cluster." in module else ("lab", LAB_PACKAGES)
+    extra = "cluster" if ".cluster." in module else "lab"
+    packages = CLUSTER_PACKAGES if extra == "cluster" or name in NO_CHARTS else LAB_PACKAGES
     for package in packages:
         if importlib.util.find_spec(package) is None:
             print(f"hdet {name} needs {package}; install it with: pip install 'hdet[{extra}]'", file=sys.stderr)

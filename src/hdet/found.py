@@ -30,6 +30,9 @@ class Found:
         total_steps: of the run; None while nobody knows.
         climb_steps: steps that the climb took, and that were undone; 0 where there was none.
         why: the climb was over, in plain English; empty where there was none, or it is not over.
+        weight_decays: where it was learned, the last weight decay of each param group; nothing otherwise.
+        worse_since: step from which on held-out data asked for less training, to the end; None where they did not, or
+            there was no probe. Training could have ended there.
 
     Example:
         >>> from hdet import Found
@@ -46,6 +49,8 @@ class Found:
     total_steps: int | None = None
     climb_steps: int = 0
     why: str = ""
+    weight_decays: tuple[float, ...] = ()
+    worse_since: int | None = None
 
     @property
     def peak_lrs(self) -> tuple[float, ...]:
@@ -64,13 +69,17 @@ class Found:
             text = f"peak learning rates {by_name}; the first at step {at}{of}"
         if self.climb_steps:
             text += f"; the climb took {self.climb_steps} steps and ended because {self.why}"
+        if self.weight_decays:
+            text += "; weight decay " + " ".join(dict.fromkeys(f"{value:.3g}" for value in self.weight_decays))
+        if self.worse_since is not None:
+            text += f"; held-out loss has asked for less training since step {self.worse_since}"
         return text
 
     def as_schedule(self, optimizer: Optimizer, total_steps: int | None = None) -> LambdaLR:
         """A plain LambdaLR that gives ``optimizer`` these learning rates again, from its first step on.
 
         The steps of the climb, which were undone, are left out, and between the points that are known values lie on a
-        line. The optimizer's own learning rates are overwritten.
+        line. The optimizer's own learning rates are overwritten; its weight decay is left alone.
 
         Args:
             optimizer: with as many param groups.
@@ -112,7 +121,7 @@ class Found:
             steps = numbers_of(data["steps"], "steps", None, low=0)
             rows = [[math.nan if value is None else value for value in row] for row in data["lrs"]]
             lrs = numbers_of(rows, "lrs", len(steps), len(names), low=0, finite=False) if rows else np.empty((0, 0))
-            total = data["total_steps"]
+            total, worse = data["total_steps"], data.get("worse_since")  # older files have no more than the curve
             return cls(
                 names,
                 tuple(int(step) for step in steps),
@@ -120,6 +129,8 @@ class Found:
                 None if total is None else whole_of(total, "total_steps"),
                 whole_of(data["climb_steps"], "climb_steps"),
                 str(data["why"]),
+                tuple(numbers_of(data.get("weight_decays", []), "weight_decays", None, low=0).tolist()),
+                None if worse is None else whole_of(worse, "worse_since"),
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,22 @@ from hdet.policy.steering import Steering
 from hdet.policy.verdict import Verdict
 
 Numbers = tuple[float, ...]
+
+
+class HeldOut(NamedTuple):
+    """What held-out data show of the run so far, in the mean of the last samples.
+
+    Attributes:
+        loss: on held-out data, in the round's samples; NaN where there was none.
+        slope: of that loss over the logarithm of all learning rates since the anchor: above 0, less would have done.
+        standard_error: of the slope; NaN, like the slope, while there are fewer than three samples.
+        z: their ratio; 0 while they are not known.
+    """
+
+    loss: float
+    slope: float
+    standard_error: float
+    z: float
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,7 @@ class RoundRecord:
         phase: what the learning rates were doing: in the ``"climb"``, finding their ``"level"``, on ``"hold"`` for the
             rest of the run, or ``""``.
         events: what was done to the run in this round, in plain English: a restart after the climb, a rollback.
+        held_out: what held-out data show of the learning rate, where ``probe=`` is asked about it; None otherwise.
         resumed_from: in the first round after a resume with another number of replicas, how many there were before.
     """
 
@@ -87,6 +104,7 @@ class RoundRecord:
     held: bool = False
     phase: str = ""
     events: tuple[str, ...] = ()
+    held_out: HeldOut | None = None
 
     @classmethod
     def of(
@@ -97,6 +115,7 @@ class RoundRecord:
         schedule: FloatArray,
         knob_of_group: Sequence[int],
         knobs: Mapping[str, Callable[[float], float]],
+        learned: Mapping[str, KnobRecord],
         **measured: Any,
     ) -> RoundRecord:
         """The record of the round that ``verdict`` has ended.
@@ -107,6 +126,7 @@ class RoundRecord:
             schedule: what the schedule alone gave each param group.
             knob_of_group: which of the steering's learning rates each param group has.
             knobs: of each knob beside the learning rates, its value at a position.
+            learned: knobs that are learned to first order, by name.
             measured: the other attributes of a record.
         """
         groups = list(knob_of_group)
@@ -125,13 +145,14 @@ class RoundRecord:
             held=verdict.held,
             phase=verdict.phase,
             events=verdict.events,
-            knobs=_knob_records(verdict, steering.positions(), knobs),
+            knobs={**_knob_records(verdict, steering.positions(), knobs), **learned},
             **measured,
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""
-        return asdict(self)
+        held_out = None if self.held_out is None else self.held_out._asdict()
+        return asdict(self) | {"held_out": held_out}
 
 
 def _knob_records(

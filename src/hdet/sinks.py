@@ -36,6 +36,8 @@ def scalars(record: RoundRecord, names: Sequence[str] = ()) -> dict[str, float]:
     found |= _numbered("scale/", record.scales)
     for key, values in record.control.items():
         found |= _numbered(f"control/{key}/", values)
+    if record.held_out is not None:
+        found |= {f"held_out/{name}": value for name, value in record.held_out._asdict().items()}
     for name, knob in record.knobs.items():
         found |= _numbered(f"knob/{name}/replica", knob.values)
         found |= {f"knob/{name}/{key}": getattr(knob, key) for key in ("base", "slope", "standard_error", "z")}

@@ -17,7 +17,7 @@ from hdet import cli
 from hdet.cluster import cost
 from hdet.cluster.cost import Line, Setting
 from hdet.cluster.plan import SWEEP, PlanOptions, plan
-from hdet.replicas.average import _buckets
+from hdet.replicas.average import buckets
 
 LINKS = st.builds(Line, st.floats(1e-7, 1e-2), st.floats(1e6, 1e12))
 SIZES = st.floats(1, 1e11)
@@ -125,7 +125,7 @@ def test_a_share_is_one_and_falls_with_the_interval(extra_s: float, step_s: floa
 
 @given(st.lists(st.integers(1, 3 * 10**7), min_size=1, max_size=20))
 def test_buckets_are_counted_as_they_are_packed(sizes: list[int]) -> None:
-    actual = sum(1 for _ in _buckets([torch.empty(size, device="meta") for size in sizes]))
+    actual = sum(1 for _ in buckets([torch.empty(size, device="meta") for size in sizes]))
     counted = cost._num_buckets(4 * sum(sizes))
     assert counted <= actual <= 2 * counted + 1  # tensors are halved until they fit, so buckets may stay half empty
 

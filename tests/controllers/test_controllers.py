@@ -301,3 +301,17 @@ def test_a_round_that_almost_broke_does_not_hide_what_follows() -> None:
     assert feed([*calm, (4.4, 2.9), (0.9, 0.1), (0.4, 0.1)]) > 4  # and not 0.6, as an error of 2.9 would make it
     grown = [*calm, *[(0.0, 1.0)] * 8]
     assert abs(feed(grown)) < 1  # noise that has grown for good is believed
+
+
+@pytest.mark.parametrize(("noise", "moves"), [(0.0, "down"), (20.0, "up")])
+def test_the_brake_does_not_take_noise_for_a_cost(noise: float, moves: str) -> None:
+    """The mean slope is the same; where rounds are far apart around it, nothing is known that speaks against a rise."""
+    controller = EvidenceController()
+    state = controller.init(1)
+    for i in range(24):
+        slope = 1.0 + noise * (-1) ** i
+        losses = np.array([1.0 - 0.01 * i])
+        evidence = Evidence(losses, np.ones((1, 1)), (np.array([slope]), np.array([1.0 + noise])), progress=0.5)
+        state, decision = controller.update(state, evidence)
+    assert (decision.factors[0] < 1) == (moves == "down")
+    assert (decision.info["cost_over_gain"][0] > 0.6) == (moves == "down")

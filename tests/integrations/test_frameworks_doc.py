@@ -59,27 +59,53 @@ def test_links_lead_somewhere() -> None:
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_lightning_block_runs() -> None:
+OPTIONS = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+OPTIONS |= {"enable_progress_bar": False, "enable_model_summary": False}
+
+
+def _module_class() -> Any:
     pl = pytest.importorskip("lightning.pytorch", reason="pip install 'hdet[lightning]'")
 
     class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.inner = Model()
+            self.losses: list[float] = []
 
         def training_step(self, batch: Any, index: int) -> Any:
-            return self.inner(**batch)["loss"]
+            loss = self.inner(**batch)["loss"]
+            self.losses.append(float(loss.detach()))
+            return loss
 
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.inner)
 
-    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    return Module
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_lightning_block_runs() -> None:
     loader = torch.utils.data.DataLoader(Samples(64), batch_size=4)
-    names: dict[str, Any] = {"module": Module(), "loader": loader, "options": options}
+    names: dict[str, Any] = {"module": _module_class()(), "loader": loader, "options": OPTIONS}
     exec(compile(_section("Lightning"), "frameworks.md", "exec"), names)
     assert names["trainer"].global_step == 8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_of_so_many_minutes_finds_its_learning_rate_and_anneals() -> None:
+    loader = torch.utils.data.DataLoader(Samples(1600), batch_size=16)
+    names: dict[str, Any] = {"Module": _module_class(), "loader": loader, "options": OPTIONS}
+    names |= {"torch": torch, "AutoLR": AutoLR}
+    exec(compile(_section("So many minutes in Lightning"), "frameworks.md", "exec"), names)
+    trainer, scheduler = names["trainer"], names["hdet"].scheduler
+    found = scheduler.found()
+    assert scheduler.finished
+    assert scheduler.last_epoch == trainer.global_step
+    assert found.climb_steps > 0
+    assert trainer.callbacks[1].begun
+    assert scheduler.get_last_lr()[0] < 0.5 * found.peak_lrs[0]
+    losses = trainer.lightning_module.losses
+    assert sum(losses[-20:]) / 20 < 0.2 * losses[0]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -128,20 +154,11 @@ def test_the_block_without_a_schedule_runs(tmp_path: Path) -> None:
     names["hf_trainer"].train()
     assert names["optimizers"][1].found().climb_steps > 0
 
-    class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
+    class Module(_module_class()):  # type: ignore[misc]
         configure_optimizers = names["configure_optimizers"]
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Model()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.inner(**batch)["loss"]
-
     callback = HDETCallback()
-    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(max_steps=100, callbacks=[callback], **options)
+    trainer = pl.Trainer(max_steps=100, callbacks=[callback], **OPTIONS)
     trainer.fit(Module(), torch.utils.data.DataLoader(Samples(400), batch_size=4))
     assert isinstance(callback.scheduler, AutoLR)
     assert callback.scheduler.found().climb_steps > 0
@@ -218,11 +235,9 @@ def test_the_block_on_several_optimizers_runs() -> None:
     pl = pytest.importorskip("lightning.pytorch", reason="pip install 'hdet[lightning]'")
     names = _names()
     exec(compile(_section("Several optimizers in Lightning"), "frameworks.md", "exec"), names)
-    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-    options |= {"enable_progress_bar": False, "enable_model_summary": False}
     module, points = names["GAN"](), list(torch.randn(100, 2) + 3)
     loader = torch.utils.data.DataLoader(points, batch_size=2)  # type: ignore[arg-type,var-annotated]
-    pl.Trainer(max_epochs=6, **options).fit(module, loader)
+    pl.Trainer(max_epochs=6, **OPTIONS).fit(module, loader)
     schedulers = module.lr_schedulers()
     assert [scheduler.last_epoch for scheduler in schedulers] == [300, 300]
     assert all(scheduler.finished and len(scheduler.history) > 50 for scheduler in schedulers)

@@ -30,6 +30,10 @@ OPTIONS = {
         [*LAB_OPTIONS, "--high-lr", "--low-lr", "--momentum", "--noise", "--rate", "--temperature", "--warm-steps"]
     ),
     "compare": sorted([*LAB_OPTIONS, "--methods", "--population-interval", "--starts", "--workers"]),
+    "bench": [
+        *("--data", "--device", "--docs", "--half", "--help", "--methods", "--out", "--pages", "--records", "--seeds"),
+        *("--steps", "--tasks", "--workers"),
+    ],
     "doctor": [
         *("--device", "--help", "--interval", "--json", "--max-share", "--method", "--model", "--parameters"),
         *("--replicas", "--step-ms", "--tensors", "--timeout-s"),
@@ -85,7 +89,7 @@ def test_the_program_is_installed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope"], r"hdet: command must be one of train, .*, compare, doctor, plan, demo, but got 'nope'"),
+        (["nope"], r"hdet: command must be one of train, .*, compare, bench, doctor, plan, demo, but got 'nope'"),
         (["train"], r"TASK .*\(required\); see hdet train --help"),
         (["train", "nope"], r"TASK must be one of .*stdlib-gpt.*small-gpt, but got 'nope'"),
         (["train", "small-gpt", "--lr", "fast"], r"--lr: could not convert string to float: 'fast'; see"),

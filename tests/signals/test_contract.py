@@ -15,6 +15,7 @@ from hdet.checks import FloatArray
 from hdet.replicas.group import Replicas
 from hdet.signals.base import Reading, Signal, merged
 from hdet.signals.gradient import GradientSignal
+from hdet.signals.held_out import HeldOutGradient
 from hdet.signals.loss import LossSignal
 from hdet.signals.probe import ProbeSignal
 from hdet.testing import check_signal
@@ -27,12 +28,21 @@ def _gradient(model: nn.Module, optimizer: Optimizer) -> GradientSignal:
     return GradientSignal(anchor, [0, 1], sample_every=1, num_ranks=1)
 
 
+def _held_out(model: nn.Module, optimizer: Optimizer) -> HeldOutGradient:
+    anchor = Anchor()
+    anchor.renew([torch.zeros_like(p) for group in optimizer.param_groups for p in group["params"]])
+    probe = lambda: model(torch.ones(2, 3)).square().mean()
+    return HeldOutGradient(anchor, [0, 1], sample_every=1, num_ranks=1, probe=probe, model=model, probe_every=1)
+
+
 def _probe(model: nn.Module, optimizer: Optimizer) -> ProbeSignal:
     return ProbeSignal(lambda: model(torch.ones(2, 3)).square().mean(), model)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda model, optimizer: LossSignal(), _gradient, _probe], ids=["loss", "gradient", "probe"]
+    "make",
+    [lambda model, optimizer: LossSignal(), _gradient, _held_out, _probe],
+    ids=["loss", "gradient", "held_out", "probe"],
 )
 def test_a_signal_keeps_the_contract(make: Callable[[nn.Module, Optimizer], Signal]) -> None:
     check_signal(make)

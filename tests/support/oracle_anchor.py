@@ -112,7 +112,8 @@ class Evidence:
     def cost_over_gain(self) -> float:
         """B / R: the mean slope of the last quarter, over what the loss would fall while the time grows e-fold.
 
-        Of 128 rounds or more two count as one, of 256 four, and so on; those that are left over do not.
+        A slope above 0 counts two standard errors less. Of 128 rounds or more two count as one, of 256 four, and so on;
+        those that are left over do not.
         """
         stride = 1
         while len(self.slopes) // stride >= 128:
@@ -127,7 +128,11 @@ class Evidence:
         one = sum(step**2 for step in steps) / len(steps) / 2  # the variance of one, from successive differences
         noise = math.sqrt(one / len(late) + one / len(then))
         gain = max(float(np.mean(then) - np.mean(late)), noise) / math.log(2)
-        return float(np.mean(slopes[int(num * 3 / 4) :])) / gain
+        recent = slopes[int(num * 3 / 4) :]
+        turns = [(b - a) ** 2 for a, b in itertools.pairwise(recent)]
+        error = math.sqrt(sum(turns) / len(turns) / 2 / len(recent))
+        slope = float(np.mean(recent))
+        return (slope if slope < 0 else max(slope - 2 * error, 0.0)) / gain
 
     def move(self, z: float, risen: float, progress: float) -> float:
         """Eq. 12 and 15. The limit of a rise, the schedule's own included, goes from up to sprint as -z from 10 to 60.

@@ -12,6 +12,8 @@ from hdet.controllers.base import Decision, Evidence
 
 OUTLIER = 3.0
 """A standard error of so many times the usual one is that of an outlier."""
+DOUBT = 2.0
+"""Of its standard errors: what the brake takes off a slope that speaks against the knob."""
 NUM_ROWS = 128
 """Of a trail. A longer run has so many at most, each of several rounds."""
 
@@ -45,7 +47,8 @@ class EvidenceController:
 
     Where z is blind, in front of a model that the knob has almost broken, the *brake* is not: b over R, where R is how
     far the loss falls while the time since the start grows e-fold, which is about what an e times higher learning rate
-    could gain.
+    could gain. Two standard errors are taken off b first: where a model has moved far and fits closely, as in
+    regression, b is mostly noise, and of a size that has nothing to do with R.
 
     Args:
         gain: kappa > 0.
@@ -197,7 +200,9 @@ def _cost_over_gain(state: EvidenceState, knob: int) -> float:
     num_late, num_half = len(losses[late]), len(losses[half])
     noise = math.sqrt(float((np.diff(losses[late]) ** 2).mean()) / 2 * (1 / num_late + 1 / num_half))
     gain = max(drop, noise, 1e-300) / math.log(2)
-    return float(np.clip(slopes[late].mean() / gain, -1e6, 1e6))
+    slope = float(slopes[late].mean())
+    doubt = DOUBT * math.sqrt(float((np.diff(slopes[late]) ** 2).mean()) / 2 / num_late)
+    return float(np.clip(min(slope, max(slope - doubt, 0.0)) / gain, -1e6, 1e6))
 
 
 def loss_slopes(evidence: Evidence) -> tuple[FloatArray, FloatArray]:

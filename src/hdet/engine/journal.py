@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from hdet.notices import tell
 from hdet.policy.verdict import Verdict
 
 HISTORY_ROUNDS = 1000
+WORSE = 2.0
+"""Standard errors of the held-out slope above 0, beyond which more training makes held-out loss worse."""
 
 
 class Journal:
@@ -19,6 +22,7 @@ class Journal:
     Attributes:
         curve: the learning rates since its climb.
         sinks: called with each record.
+        worse_since: step since which held-out data have asked for less training; None where they do not.
         resumed_from: where the next round is the first after a resume on another number of replicas, that of before.
     """
 
@@ -26,6 +30,7 @@ class Journal:
         self._records: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self.curve = Curve()
         self.sinks: list[Callable[[RoundRecord], object]] = []
+        self.worse_since: int | None = None
         self.resumed_from: int | None = None
 
     @property
@@ -47,6 +52,9 @@ class Journal:
             self.curve.add(record.step, record.base_values)
         elif not climbing:
             self.curve.begin(record.step, record.base_values)
+        if record.held_out is not None and not math.isnan(record.held_out.slope):
+            worse = record.held_out.z > WORSE
+            self.worse_since = (self.worse_since or record.step) if worse else None
         self.resumed_from = None
         for sink in self.sinks:
             sink(record)

@@ -199,6 +199,7 @@ class RoundLoop:
             schedule=schedule,
             knob_of_group=self.values.knob_of_group,
             knobs={knob.name: knob.value_at for knob in self.knobs},
+            learned=reading.learned,
             step=step,
             losses=tuple(table.losses.tolist()),
             distance=distance,
@@ -207,6 +208,7 @@ class RoundLoop:
             averaged=averaged,
             num_updates=tuple(int(n) for n in table.num_updates) if self.counts_updates else (),
             resumed_from=self.journal.resumed_from,
+            held_out=reading.probed,
         )
         self.tally.reset()
         self.journal.write(record, climbing=self.policy.climbing)

@@ -103,6 +103,7 @@ class Experiment:
         options.check()
         self.command, self.options = command, options
         self.task = task = open_task(options.task, options.data, options.task_options())
+        provenance.tell_note(task)
         self.num_steps = num_steps = options.steps or task.total_steps
         self.interval = options.interval or default_interval(num_steps)
         options.check_run(task, num_steps, options.replicas)

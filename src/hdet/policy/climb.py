@@ -196,7 +196,6 @@ class Climb:
 
     def start_and_noise(self) -> tuple[float, float]:
         """The loss before anything had moved, and the standard deviation of a single one."""
-        """The loss before anything had moved, and the standard deviation of a single one."""
         start = statistics.fmean(self.still)
         deviation = statistics.stdev(self.still) if len(self.still) > 1 else 0.0
         return start, max(deviation, 1e-3 * abs(start), 1e-30)

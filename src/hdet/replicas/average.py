@@ -82,7 +82,7 @@ def mean_(
     views_of_all = [memory_view(t) for t in tensors if t.numel()]
     # One size for all buckets of a device, so that each can serve any of them.
     num_bytes = sum(t.numel() * _kind(t)[1].itemsize for t in views_of_all)
-    for pieces in _buckets(views_of_all):
+    for pieces in buckets(views_of_all):
         if len(in_flight) == 2:
             finish(in_flight.pop(0))
         device, dtype = _kind(pieces[0])
@@ -123,7 +123,7 @@ class Flight:
         self._own = [t.clone() for t in self._tensors]
         self._count = replicas.count
         self._buckets: list[_Bucket] = []
-        for pieces, own in zip(_buckets(self._tensors), _buckets(self._own), strict=True):
+        for pieces, own in zip(buckets(self._tensors), buckets(self._own), strict=True):
             device, dtype = _kind(pieces[0])
             flat = torch.empty(sum(p.numel() for p in pieces), dtype=dtype, device=device)
             views = _views(flat, pieces)
@@ -207,7 +207,7 @@ def _kind(piece: Tensor) -> _Kind:
     return piece.device, torch.float64 if piece.dtype == torch.float64 else torch.float32
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Pack the tensors into buckets. A function of shapes and dtypes alone, so that all replicas pack alike."""
     for kind in dict.fromkeys(_kind(t) for t in tensors):
         capacity = BUCKET_BYTES // kind[1].itemsize

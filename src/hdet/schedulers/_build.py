@@ -27,8 +27,10 @@ from hdet.replicas.parameters import refuse_copies
 from hdet.replicas.sharding import sharding
 from hdet.schedulers._auto_settings import SignalName
 from hdet.schedulers._common import Common
+from hdet.schedulers._learned_decay import check_decay, make_decay
 from hdet.signals.base import Signal
 from hdet.signals.gradient import GradientSignal, default_sample_every
+from hdet.signals.held_out import HeldOutGradient
 from hdet.signals.loss import LossSignal
 from hdet.signals.probe import ProbeSignal
 from hdet.weights.anchor import Anchor
@@ -75,6 +77,7 @@ def make_loop(
     wanted = spread > 0 or gradients == "local" or any(panel.spreads)
     apart = wanted and replicas.count > 1
     _check(common, replicas, apart=apart, signal=signal, spread=spread)
+    check_decay(common, signal)
     spread = spread if apart else 0.0
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
     kept = None
@@ -110,13 +113,19 @@ def make_loop(
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         repairable=replicas.whole,
     )
+    on_line = kept is not None and spread > 0
+    if on_line and averaging.transport != "full":
+        raise ValueError(
+            f'transport must be "full" where rounds start on the line through the anchor, far from the last mean, but '
+            f"got transport={averaging.transport!r}"
+        )
     averager = Averager(
         optimizer,
-        Weights(optimizer, common.model, replicas),
+        Weights(optimizer, common.model, replicas, averaging.transport),
         apart=apart,
         shared_gradients=gradients != "local",
         anchor=kept,
-        on_line=kept is not None and spread > 0,
+        on_line=on_line,
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
         fallback=_make_fallback(common),
@@ -179,7 +188,21 @@ def _make_signals(
         assert anchor is not None
         every = common.adapt.sample_every or default_sample_every(common.optimizer, common.interval)
         num_ranks = replicas.count * replicas.num_parts
-        signals.append(GradientSignal(anchor, knob_of_group, sample_every=every, num_ranks=num_ranks))
+        if knobs.probe is None or len(knobs):
+            signals.append(GradientSignal(anchor, knob_of_group, sample_every=every, num_ranks=num_ranks))
+        else:  # nothing but the learning rate to ask held-out data about
+            assert knobs.model is not None
+            return [
+                HeldOutGradient(
+                    anchor,
+                    knob_of_group,
+                    sample_every=every,
+                    num_ranks=num_ranks,
+                    probe=knobs.probe,
+                    model=knobs.model,
+                    decay=make_decay(common, anchor),
+                )
+            ]
     if knobs.probe is not None:
         signals.append(ProbeSignal(knobs.probe, knobs.model))
     elif signal == "loss" or panel.controller is not None:

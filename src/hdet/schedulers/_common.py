@@ -38,6 +38,7 @@ class Common:
     averaging: Averaging
     process_group: dist.ProcessGroup | None
     seed: int
+    weight_decay: Any = None
 
     def __post_init__(self) -> None:
         _require_type("optimizer", self.optimizer, Optimizer, "a torch.optim.Optimizer")
@@ -72,7 +73,7 @@ class Common:
         """What all ranks must agree on."""
         own = {name: str(getattr(self, name)) for name in ("interval", "total_steps", "gradients", "seed")}
         groups = (self.adapt, self.copies, self.faults, self.averaging)
-        facts = own | {"probe": str(self.probe is not None)}
+        facts = own | {"probe": str(self.probe is not None), "weight_decay": str(self.weight_decay)}
         return facts | {name: fact for group in groups for name, fact in group.facts().items()}
 
 

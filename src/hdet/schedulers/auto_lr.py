@@ -19,7 +19,6 @@ from hdet.found import Found
 from hdet.knobs import Knob
 from hdet.notices import tell
 from hdet.options import Adapt, Averaging, Copies, Faults
-from hdet.policy.climb import WHY
 from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
 from hdet.schedulers._auto_settings import SignalName, auto_settings, interval_for
 from hdet.schedulers._base import RoundScheduler
@@ -27,7 +26,9 @@ from hdet.schedulers._build import make_loop
 from hdet.schedulers._ceiling import Ceiling
 from hdet.schedulers._common import Common, Gradients, require_total_steps
 from hdet.schedulers._cooldown import Cooldown, check_cooldown
+from hdet.schedulers._found import found_by
 from hdet.schedulers._hooks import refuse_second
+from hdet.schedulers._learned_decay import WeightDecayChoice
 from hdet.schedulers._lookahead import check_schedule, constant_schedule, has_steps, length_of, shape_of
 from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version
 from hdet.schedulers._torch_state import is_plain
@@ -72,7 +73,12 @@ class AutoLR(RoundScheduler, LRScheduler):
         max_lr: what no learning rate ever exceeds, in the climb neither: a number, or one for each param group; groups
             that join later have the first one's. Beside the bounds of the scale.
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate; replicas then differ with either signal.
-        gradients, probe: as in Explorer.
+        gradients: as in Explorer.
+        probe: a function that returns the loss on a batch of held-out data, of its own at each call. With the gradient
+            signal its gradient, in every twentieth step, says where the learning rate that fits fastest is too high for
+            data that the model has not seen; with ``signal="loss"`` or ``knobs`` replicas are compared by it.
+        weight_decay: ``"learn"`` to find it on the way, from the same probes; a pair for bounds of its own. Default
+            between 1e-4 and 10, and with SGD between 1e-6 and 1. Param groups keep their ratios.
         adapt: how the scale adapts: controller, spread, anchor, where it starts and when it may move.
         copies: where copies of the weights live.
         faults: what is done about broken rounds and replicas.
@@ -103,6 +109,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         knobs: Sequence[Knob] = (),
         gradients: Gradients = "shared",
         probe: Probe | None = None,
+        weight_decay: WeightDecayChoice | None = None,
         adapt: Adapt = Adapt(),
         copies: Copies = Copies(),
         faults: Faults = Faults(),
@@ -124,7 +131,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         common = Common(
             optimizer=optimizer, model=model, interval=interval, total_steps=total_steps, knobs=knobs,
             gradients=gradients, probe=probe, adapt=adapt, copies=copies, faults=faults, averaging=averaging,
-            process_group=process_group, seed=seed,
+            process_group=process_group, seed=seed, weight_decay=weight_decay,
         )  # fmt: skip
         refuse_outer_step(common)
         refuse_second(optimizer)
@@ -259,16 +266,7 @@ class AutoLR(RoundScheduler, LRScheduler):
 
     def found(self) -> Found:
         """The learning rates as they were so far, to print, to save, and to train with again."""
-        loop = self._rounds
-        climb, groups = loop.policy.climb, self.optimizer.param_groups
-        return Found(
-            tuple(str(group.get("name", f"group{k}")) for k, group in enumerate(groups)),
-            tuple(loop.journal.curve.steps),
-            tuple(map(tuple, loop.journal.curve.values)),
-            None if math.isinf(self.total_steps) else int(self.total_steps),
-            0 if climb is None or climb.ended is None else climb.ended - climb.begun,
-            "" if climb is None or climb.ending is None else WHY[climb.ending],
-        )
+        return found_by(self._rounds, self.total_steps)
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
 from hdet.checks import FloatArray
+from hdet.history import HeldOut, KnobRecord
 from hdet.replicas.group import Replicas
 
 
@@ -20,11 +22,15 @@ class Reading(NamedTuple):
         slopes: of the loss over the logarithm of each learning rate, and their standard errors, shape (K,) each, where
             it measures them; NaN where it could not.
         held_out: whether ``losses`` are on held-out data, which a record shows apart from the training losses.
+        probed: what held-out data show of the learning rate, where they are asked about it.
+        learned: knobs that it has moved itself, to first order, by name.
     """
 
     losses: FloatArray | None = None
     slopes: tuple[FloatArray, FloatArray] | None = None
     held_out: bool = False
+    probed: HeldOut | None = None
+    learned: Mapping[str, KnobRecord] = MappingProxyType({})
 
 
 class Signal:
@@ -87,5 +93,8 @@ class Signal:
 def merged(readings: list[Reading]) -> Reading:
     """One reading of several signals, of which the first that shows something counts."""
     losses = next((r for r in readings if r.losses is not None), Reading())
-    slopes = next((r.slopes for r in readings if r.slopes is not None), None)
-    return losses._replace(slopes=slopes)
+    return losses._replace(
+        slopes=next((r.slopes for r in readings if r.slopes is not None), None),
+        probed=next((r.probed for r in readings if r.probed is not None), None),
+        learned={name: record for r in readings for name, record in r.learned.items()},
+    )

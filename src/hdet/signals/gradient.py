@@ -7,7 +7,7 @@ needs no replicas, no weights apart, and has far less noise; it serves the learn
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,28 +83,37 @@ class GradientSignal(Signal):
         skipped = not self.dense and (self.num_calls - 1) % self.sample_every
         if skipped or len(self._rows) + len(self.samples) == MAX_SAMPLES:
             return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self._rows.append(_unscaled(self._dots(optimizer, gradients), optimizer))
+
+    def _dots(self, optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> Tensor:
+        """<g, theta - A> of each knob, this rank's share of it, for any gradients of the parameters."""
         parameters: list[Tensor] = []
         knobs: list[int] = []
-        signs: list[float] = []
         for group, knob in zip(optimizer.param_groups, self.knob_of_group, strict=True):
-            for p in group["params"]:
-                parameters.append(p)
-                knobs.append(knob)
-                signs.append(num_shards(p) / self.num_ranks * (-1 if group.get("maximize", False) else 1))
+            parameters += group["params"]
+            knobs += [knob] * len(group["params"])
+        shares = self._shares(optimizer)
         sums: dict[int, list[Tensor]] = {k: [] for k in range(self.num_knobs)}
         for index, displacement in self.anchor.displacements(parameters):
-            gradient, columns = parameters[index].grad, self.anchor.columns[index]
+            gradient, columns = gradients[index], self.anchor.columns[index]
             if gradient is not None:
-                factor = signs[index] if columns is None else signs[index] * columns.weight
-                sums[knobs[index]].append(_dot(displacement, local_tensor(gradient), columns) * factor)
+                sums[knobs[index]].append(dot(displacement, gradient, columns, shares[index]))
         device = next((s.device for found in sums.values() for s in found), torch.device("cpu"))
-        row = torch.stack(
+        return torch.stack(
             [
                 torch.stack([s.to(device) for s in found]).sum() if found else torch.full((), math.nan, device=device)
                 for found in sums.values()
             ]
         )
-        self._rows.append(_unscaled(row, optimizer))
+
+    def _shares(self, optimizer: Optimizer) -> list[float]:
+        """What this rank's part of each parameter counts in a sum over all ranks."""
+        return [
+            num_shards(p) / self.num_ranks * (-1 if group.get("maximize", False) else 1)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
 
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
         """Bring the samples to the host, the same on every rank; a collective, and it waits for the device.
@@ -166,8 +175,14 @@ def drop_nonfinite(optimizer: Optimizer) -> None:
             g.masked_fill_(broken, 0)
 
 
+def dot(displacement: Tensor, gradient: Tensor, columns: Columns | None, factor: float) -> Tensor:
+    """``factor`` times that of a gradient with a displacement, which may be known in some ``columns`` only."""
+    return _dot(displacement, local_tensor(gradient), columns) * (
+        factor if columns is None else factor * columns.weight
+    )
+
+
 def _dot(displacement: Tensor, gradient: Tensor, columns: Columns | None) -> Tensor:
-    """Of a displacement that may be known in some ``columns`` only."""
     if gradient.is_sparse and columns is not None and (gradient.sparse_dim() > 1 or gradient.dim() == 1):
         gradient = gradient.to_dense()  # its values are not rows
     if gradient.is_sparse:

@@ -18,7 +18,7 @@ Probe = Callable[[], Loss]
 
 
 class ProbeSignal(Signal):
-    """Compares replicas by their losses on held-out data.
+    """Compares replicas by their losses on held-out data. What it does to the learning rate is read by ``held_out``.
 
     Args:
         probe: returns the loss.

@@ -34,12 +34,15 @@ class Anchor:
         self.copies: list[Tensor] = []
         self.columns: list[Columns | None] = []
         """What each copy holds; None for all of its parameter."""
+        self.num_renewed = 0
+        """How often it has moved."""
         self.differ_from: int | None = None
         """From which copy on replicas' may differ; None where they are the same."""
 
     @torch.no_grad()
     def renew(self, parameters: Iterable[Tensor]) -> None:
         """Move the anchor to where the parameters are."""
+        self.num_renewed += 1
         parameters = list(parameters)
         self.columns = self.columns_of(parameters)
         found = self.kept(map(local_tensor, parameters), self.columns)

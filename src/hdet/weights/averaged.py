@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +20,7 @@ from hdet.replicas.average import Buffers, Flight, is_healthy, mean_, memory_vie
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import buffers_beside, shape_digest, trained_parameters
 from hdet.replicas.sharding import local_tensor
+from hdet.replicas.transport import Transport, coded_mean_
 
 
 class Weights:
@@ -27,12 +30,18 @@ class Weights:
         optimizer: its parameters are averaged.
         model: its other trainable parameters and its buffers are averaged too.
         replicas: who takes part.
+        transport: how a mean travels. Not ``"full"``: as coded displacements from the last mean, of which there is then
+            a copy. The first mean, and one with unhealthy replicas, is a full one.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module | None, replicas: Replicas) -> None:
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module | None, replicas: Replicas, transport: Transport = "full"
+    ) -> None:
         self.optimizer = optimizer
         self.model = model
         self.replicas = replicas
+        self.transport: Transport = transport
+        self._bases: dict[int, Tensor] = {}
         self._buffers: Buffers = {}
         self._trainable = self._requiring_grad()
         self._unnamed: list[Tensor] | None = None
@@ -120,7 +129,13 @@ class Weights:
 
     def digest(self) -> int:
         """Of whole parameters: the shards of one need not be of equal size."""
-        return shape_digest(self.averaged())
+        digest = shape_digest(self.averaged())
+        if self.transport != "full":  # who has no last mean takes other collectives: to be found before they are called
+            digest = zlib.crc32(struct.pack("2I", digest, sorted(self._bases) == sorted(self._floating())))
+        return digest
+
+    def _floating(self) -> dict[int, Tensor]:
+        return {key: t for key, t in self.local().items() if t.is_floating_point()}
 
     def average(self, healthy: BoolArray, *, step: int, share: float = 1.0, node: Replicas | None = None) -> float:
         """Eq. 3. Returns the largest distance of a healthy replica from its mean.
@@ -128,7 +143,14 @@ class Weights:
         ``share``: what this replica counts. ``node``: take the mean among these alone, all of them healthy.
         """
         among, fine = (self.replicas, healthy.tolist()) if node is None else (node, [True] * node.count)
-        distance = mean_(self.local().values(), among, fine, self._buffers, share=share).item()
+        tensors = self.local()
+        bases = self._floating().keys() <= self._bases.keys()
+        if self.transport == "full" or not (bases and all(fine) and node is None):
+            distance = mean_(tensors.values(), among, fine, self._buffers, share=share).item()
+        else:
+            distance = coded_mean_(tensors, self._bases, among, self.transport, self._buffers, share=share).item()
+        if self.transport != "full":
+            self._bases = {key: t.detach().clone() for key, t in self._floating().items()}
         distances = np.linalg.norm(self.replicas.gather([distance], step=step)[:, :, 0], axis=1)
         self._trainable = self._requiring_grad()
         return float(distances[healthy].max())

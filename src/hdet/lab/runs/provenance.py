@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import hdet
 from hdet.lab.tasks.base import Task
+from hdet.lab.tasks.digest import data_sha256
+from hdet.notices import tell
 
 
 def describe(task: Task) -> dict[str, Any]:
-    """Everything worth recording, in plain types."""
+    """Everything worth recording, in plain types; ``data_note`` where the task has something to say of its data."""
+    note = data_note(task)
     return {
         "hdet": hdet.__version__,
         "git_commit": git_commit(),
@@ -28,7 +28,19 @@ def describe(task: Task) -> dict[str, Any]:
         "numpy": np.__version__,
         "hardware": hardware(),
         "data_sha256": data_sha256(task),
+        **({"data_note": note} if note else {}),
     }
+
+
+def data_note(task: Task) -> str:
+    """What a reader of the results should know of the data, from the task's ``note``; empty where there is nothing."""
+    return str(getattr(task, "note", ""))
+
+
+def tell_note(task: Task) -> None:
+    """Show :func:`data_note` on the console, where there is one."""
+    if note := data_note(task):
+        tell(note)
 
 
 def hardware() -> dict[str, Any]:
@@ -59,19 +71,3 @@ def git_commit() -> str | None:
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-
-def data_sha256(task: Task) -> str:
-    """Digest of every tensor that the task holds."""
-    digest = hashlib.sha256()
-    _feed(digest, vars(task))
-    return digest.hexdigest()
-
-
-def _feed(digest: Any, values: dict[str, Any]) -> None:
-    for name, value in sorted(values.items()):
-        if isinstance(value, Tensor):
-            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        elif is_dataclass(value) and not isinstance(value, type):
-            _feed(digest, vars(value))

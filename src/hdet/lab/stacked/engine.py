@@ -16,6 +16,7 @@ from torch.func import functional_call, vmap
 
 from hdet.lab.stacked.buffers import copy_buffers, mean_buffers, stack_buffers
 from hdet.lab.stacked.optim import StackedOptimizer, make_layout
+from hdet.lab.stacked.rivals import Rule
 from hdet.lab.tasks.base import Batch, evaluation_mode
 
 LossFunction = Callable[[Any, Batch], Tensor]
@@ -46,7 +47,7 @@ class StackedModels:
         loss: ``loss(model, batch)``, the mean loss over a batch.
         groups: param group name to names of parameters, as a task gives them.
         num_replicas: N.
-        optimizer: how gradients become updates.
+        optimizer: how gradients become updates; a rule has one learning rate for all groups.
         shared: average the gradient over the replicas of a run; otherwise each trains alone.
         max_grad_norm: clip the gradient, as ``clip_grad_norm_`` does.
         device, dtype: of the weights.
@@ -62,7 +63,7 @@ class StackedModels:
         groups: Mapping[str, Sequence[str]],
         *,
         num_replicas: int,
-        optimizer: StackedOptimizer,
+        optimizer: StackedOptimizer | Rule,
         shared: bool = True,
         max_grad_norm: float | None = None,
         device: torch.device | str = "cpu",
@@ -122,9 +123,15 @@ class StackedModels:
         """(R, parameters): each run's mean over replicas (Eq. 3)."""
         return self.weights.mean(1)
 
+    def final(self) -> Tensor:
+        """(R, parameters): the mean of the weights to evaluate, which some rules keep apart from those they train."""
+        rule = self.optimizer
+        return rule.final(self.state, self.weights).mean(1) if isinstance(rule, Rule) else self.mean()
+
     def mean_model(self, run: int) -> nn.Module:
-        """A model with the mean weights of one run, for a task's ``evaluate``; the same object every time."""
-        return self._filled_model(self.weights[run].mean(0), mean_buffers(self.buffers), run)
+        """A model with the final weights of one run, for a task's ``evaluate``; the same object every time."""
+        vector = self.final()[run] if isinstance(self.optimizer, Rule) else self.weights[run].mean(0)
+        return self._filled_model(vector, mean_buffers(self.buffers), run)
 
     def replica_model(self, run: int, replica: int) -> nn.Module:
         """The same with the weights of one replica."""
@@ -222,13 +229,19 @@ class StackedModels:
             if self.max_grad_norm is not None:
                 norms = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
                 gradient = gradient * (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
-            update = self.optimizer.update(self.state, gradient, self.weights, self.layout)
-            for group, columns in enumerate(self._columns):
-                lr, weights = lrs[..., group, None], self.weights[..., columns]
-                if self.optimizer.decoupled_decay:
-                    weights.mul_(1 - lr * self.optimizer.decoupled_decay)
-                weights.sub_(lr * update[..., columns])
+            self._update(gradient, lrs)
         return Step(losses, slopes)
+
+    def _update(self, gradient: Tensor, lrs: Tensor) -> None:
+        if isinstance(self.optimizer, Rule):  # one learning rate for all groups
+            self.weights.sub_(self.optimizer.move(self.state, gradient, self.weights, lrs[..., :1]))
+            return
+        update = self.optimizer.update(self.state, gradient, self.weights, self.layout)
+        for group, columns in enumerate(self._columns):
+            lr, weights = lrs[..., group, None], self.weights[..., columns]
+            if self.optimizer.decoupled_decay:
+                weights.mul_(1 - lr * self.optimizer.decoupled_decay)
+            weights.sub_(lr * update[..., columns])
 
     def _losses(self, flat: Tensor, buffers: dict[str, Tensor], batch: Batch) -> Tensor:
         def one(tensors: dict[str, Tensor], rows: Batch) -> Tensor:
@@ -241,8 +254,8 @@ class StackedModels:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """(R,): loss of each run's mean in evaluation mode over ``batches`` of (rows, ...), the same for all runs."""
-        mean, buffers = self.mean(), mean_buffers(self.buffers)
+        """(R,): loss of each run's final weights in evaluation mode over ``batches`` of (rows, ...) that all share."""
+        mean, buffers = self.final(), mean_buffers(self.buffers)
         total, rows = torch.zeros_like(mean[:, 0]), 0
         for batch in batches:
             repeated = tuple(t.unsqueeze(0).expand(self.num_runs, *t.shape) for t in batch)

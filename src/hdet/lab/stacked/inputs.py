@@ -9,8 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hdet.lab.tasks.base import Task, split_rows
+from hdet.lab.tasks.base import Task, batch_of, split_rows
 from hdet.warm_start import unit_noise
+
+NUM_STATISTICS_STEPS = 50
 
 
 class Start(Protocol):
@@ -56,3 +58,11 @@ def warm_noise(
             ]
             noise.append(torch.cat([draw.flatten() for draw in draws]))
     return torch.stack(noise).view(len(models), num_replicas, -1)
+
+
+@torch.no_grad()
+def renew_statistics(task: Task, model: nn.Module, seed: int, num_steps: int) -> None:
+    """Renew BatchNorm's statistics from training batches: those there are belong to weights before an average."""
+    if any(buffer.is_floating_point() for buffer in model.buffers()):
+        for step in range(min(NUM_STATISTICS_STEPS, num_steps)):
+            task.loss(model, batch_of(task, step, seed=seed))

@@ -32,6 +32,7 @@ class Run:
         controller: arguments of the controller.
         warm_noise: nu of Eq. 10, per tensor: start from the checkpoint of the seed, each replica with its own noise.
             None for freshly built weights.
+        schedule: its shape; empty for the sweep's.
         label: free text, to tell variants apart.
     """
 
@@ -50,6 +51,7 @@ class Run:
     quarantine: float | None = None
     controller: dict[str, Any] = field(default_factory=dict)
     warm_noise: float | None = None
+    schedule: str = ""
     label: str = ""
 
     @property

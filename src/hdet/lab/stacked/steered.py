@@ -30,7 +30,7 @@ class Steered:
     """
 
     def __init__(self, run: Run, table: FloatArray, num_groups: int = 1, *, lr_given: bool = True) -> None:
-        self.run = run
+        self.run, self.table = run, table
         climb = run.make_climb(len(table), lr_given=lr_given)
         self.knob_of_group = list(range(num_groups)) if run.method in ("spread", "paper") else [0] * num_groups
         self.steering = Steering(
@@ -60,6 +60,11 @@ class Steered:
         """What one step has shown: the loss of each replica, and <g, theta - A>."""
         self._losses.append(losses)
         self._slopes.append(slope)
+
+    def rise(self, step: int) -> None:
+        """Tell the steering by how much the schedule moved."""
+        moved = math.log(self.table[step] / self.table[step - 1])
+        self.steering.rise(np.full(len(self.steering.scales), moved))
 
     @property
     def anchored(self) -> bool:

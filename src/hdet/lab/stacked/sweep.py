@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from hdet.checks import FloatArray
 from hdet.lab.recipes import make_optimizer, schedule_table
 from hdet.lab.stacked.engine import StackedModels
-from hdet.lab.stacked.inputs import row_table, warm_noise
+from hdet.lab.stacked.inputs import renew_statistics, row_table, warm_noise
 from hdet.lab.stacked.optim import StackedOptimizer
+from hdet.lab.stacked.rivals import Rule
 from hdet.lab.stacked.run import Result, Run
 from hdet.lab.stacked.steered import Steered
 from hdet.lab.tasks.base import Task
@@ -30,7 +31,7 @@ def sweep(
     task: Task,
     runs: Sequence[Run],
     *,
-    optimizer: str = "adam",
+    optimizer: str | Rule = "adam",
     schedule: str = "one-cycle",
     num_steps: int | None = None,
     device: str = "cpu",
@@ -38,13 +39,14 @@ def sweep(
     compile: bool = False,  # noqa: A002
     checkpoints: Checkpoints | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    watch: Callable[[int, StackedModels, Sequence[Run]], None] = lambda *_: None,
     on_end: Callable[[Run, nn.Module], None] = lambda *_: None,
 ) -> list[Result]:
     """Train all runs, those with the same number of replicas and interval side by side; results in their order.
 
     Runs with ``warm_noise`` start from the state dict that ``checkpoints`` has for their seed. ``progress`` hears the
-    step at the end of each round; ``on_end`` sees every run's model at its final mean weights, and must copy what it
-    keeps.
+    step at the end of each round; ``watch`` sees the step and the models after each step, with their runs; ``on_end``
+    sees every run's model at its final mean weights, and must copy what it keeps.
     """
     cold = [run.seed for run in runs if run.warm_noise is not None and run.seed not in (checkpoints or {})]
     if cold:
@@ -55,7 +57,8 @@ def sweep(
     def kind(run: Run) -> tuple[int, int, bool]:
         return run.num_replicas, run.interval, run.shared
 
-    table = schedule_table(schedule, num_steps or task.total_steps)
+    length = num_steps or task.total_steps
+    tables = {name: schedule_table(name, length) for name in {run.schedule or schedule for run in runs}}
 
     found: dict[int, Result] = {}
     for this in dict.fromkeys(map(kind, runs)):
@@ -63,14 +66,15 @@ def sweep(
         results = _stacked_sweep(
             task,
             [runs[i] for i in chosen],
-            make_optimizer(optimizer),
-            table,
-            lr_given=schedule != "none",
+            make_optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
+            [runs[i].schedule or schedule for i in chosen],
+            tables,
             device=device,
             dtype=dtype,
             compile=compile,
             checkpoints=checkpoints or {},
             progress=progress,
+            watch=watch,
             on_end=on_end,
         )
         found.update(zip(chosen, results, strict=True))
@@ -80,18 +84,19 @@ def sweep(
 def _stacked_sweep(
     task: Task,
     runs: Sequence[Run],
-    optimizer: StackedOptimizer,
-    table: FloatArray,
+    optimizer: StackedOptimizer | Rule,
+    schedules: Sequence[str],
+    tables: Mapping[str, FloatArray],
     *,
-    lr_given: bool,
     device: str,
     dtype: torch.dtype,
     compile: bool,  # noqa: A002
     checkpoints: Checkpoints,
     progress: Callable[[int], None],
+    watch: Callable[[int, StackedModels, Sequence[Run]], None],
     on_end: Callable[[Run, nn.Module], None],
 ) -> list[Result]:
-    num_steps, num_replicas = len(table), runs[0].num_replicas
+    num_steps, num_replicas = len(tables[schedules[0]]), runs[0].num_replicas
     task.to(device)
     models = [task.build(run.seed) for run in runs]
     for run, model in zip(runs, models, strict=True):
@@ -112,27 +117,34 @@ def _stacked_sweep(
         graph=device.startswith("cuda"),
     )
     rows = row_table(task, [run.seed for run in runs], num_steps, num_replicas).to(device)
-    steered = [Steered(run, table, len(groups), lr_given=lr_given) for run in runs]
+    steered = [
+        Steered(run, tables[name], len(groups), lr_given=name != "none")
+        for run, name in zip(runs, schedules, strict=True)
+    ]
     seen: list[Tensor] = []
     for step in range(num_steps):
         if step:
             for s in steered:
-                s.steering.rise(np.full(len(s.steering.scales), math.log(table[step] / table[step - 1])))
-        lrs = torch.from_numpy(np.stack([s.lrs(table[step]) for s in steered]))
+                s.rise(step)
+        lrs = torch.from_numpy(np.stack([s.lrs(s.table[step]) for s in steered]))
         found = engine.step(task.gather(rows[step]), lrs.to(device, dtype, non_blocking=True))
         seen.append(torch.cat([found.losses.double(), found.slopes.sum(-1, keepdim=True).double()], dim=1))
         last = step + 1 == num_steps
         due = [s.policy.is_due(step + 1, last=last) for s in steered]
         if not any(due):
+            watch(step + 1, engine, runs)
             continue
         for rows_of_step in torch.stack(seen).cpu().numpy():
             for s, row in zip(steered, rows_of_step, strict=True):
                 s.take(row[:-1], float(row[-1]))
         seen = []
-        _end_round(engine, steered, due, step + 1, float(table[step]), last=last)
+        _end_round(engine, steered, due, step + 1, last=last)
+        watch(step + 1, engine, runs)
         progress(step + 1)
     for index, s in enumerate(steered):
         model = engine.mean_model(index)
+        if isinstance(optimizer, Rule):
+            renew_statistics(task, model, s.run.seed, num_steps)
         s.result.validation = task.evaluate(model)
         if s.result.error:
             s.result.validation = dict.fromkeys(s.result.validation, math.nan)
@@ -141,12 +153,12 @@ def _stacked_sweep(
 
 
 def _end_round(
-    engine: StackedModels, steered: Sequence[Steered], due: Sequence[bool], step: int, scheduled: float, *, last: bool
+    engine: StackedModels, steered: Sequence[Steered], due: Sequence[bool], step: int, *, last: bool
 ) -> None:
     """End the round of those runs whose round is due."""
     finite = engine.weights.isfinite().all(-1).cpu().numpy()
     found = zip(steered, finite, due, strict=True)
-    verdicts = [s.end_round(step, fine, scheduled, last=last) if now else None for s, fine, now in found]
+    verdicts = [s.end_round(step, fine, float(s.table[step - 1]), last=last) if now else None for s, fine, now in found]
     broken = torch.tensor([v is not None and v.go_back for v in verdicts])
     healthy = [np.ones(engine.num_replicas, dtype=bool) if v is None or v.go_back else v.healthy for v in verdicts]
     if not np.all(healthy):

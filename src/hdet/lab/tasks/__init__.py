@@ -7,33 +7,67 @@ from pathlib import Path
 from typing import Any
 
 from hdet.lab.tasks.base import Batch, Task, batch_of, split_rows
-from hdet.lab.tasks.fashion import FashionTask
+from hdet.lab.tasks.code import code_gpt
+from hdet.lab.tasks.diffusion import FashionDiffusionTask
+from hdet.lab.tasks.fashion import FashionTask, fashion_batch_8, fashion_batch_1024
+from hdet.lab.tasks.fashion_vit import FashionViTTask
 from hdet.lab.tasks.feed import FeedTask
+from hdet.lab.tasks.finetune import FineTuneTask, finetune_gpt, finetune_lora
 from hdet.lab.tasks.quadratic import QuadraticTask
+from hdet.lab.tasks.recurrent import LSTMTask, shakespeare_lstm
+from hdet.lab.tasks.tabular import TabularTask, tabular_classes, tabular_regression, tabular_regression_raw
 from hdet.lab.tasks.text import TextTask, shakespeare_gpt, shakespeare_gpt_10m, stdlib_gpt
+from hdet.lab.tasks.words import word_gpt
 
 __all__ = [
     "TASKS",
     "Batch",
+    "FashionDiffusionTask",
     "FashionTask",
+    "FashionViTTask",
     "FeedTask",
+    "FineTuneTask",
+    "LSTMTask",
     "QuadraticTask",
+    "TabularTask",
     "Task",
     "TextTask",
     "batch_of",
+    "code_gpt",
+    "fashion_batch_8",
+    "fashion_batch_1024",
+    "finetune_gpt",
+    "finetune_lora",
     "load_task",
     "shakespeare_gpt",
     "shakespeare_gpt_10m",
+    "shakespeare_lstm",
     "split_rows",
     "stdlib_gpt",
+    "tabular_classes",
+    "tabular_regression",
+    "tabular_regression_raw",
+    "word_gpt",
 ]
 
 TASKS: dict[str, Callable[..., Task]] = {
     "stdlib-gpt": lambda data, **options: stdlib_gpt(**options),
+    "code-gpt": code_gpt,
     "shakespeare-gpt": shakespeare_gpt,
     "shakespeare-gpt-10m": shakespeare_gpt_10m,
+    "word-gpt": word_gpt,
+    "lstm": shakespeare_lstm,
+    "finetune-gpt": finetune_gpt,
+    "finetune-lora": finetune_lora,
     "feed": FeedTask,
     "fashion": FashionTask,
+    "fashion-batch-8": fashion_batch_8,
+    "fashion-batch-1024": fashion_batch_1024,
+    "fashion-vit": FashionViTTask,
+    "fashion-diffusion": FashionDiffusionTask,
+    "tabular": tabular_classes,
+    "tabular-regression": tabular_regression,
+    "tabular-regression-raw": tabular_regression_raw,
     "quadratic": lambda data, **options: QuadraticTask(**options),
 }
 """Name to what makes the task from the data folder and options. A new task is a new entry."""
@@ -44,7 +78,7 @@ def load_task(name: str, data: str | Path = "data", **options: Any) -> Task:
 
     Args:
         name: one of :data:`TASKS`.
-        data: folder that holds ``tinyshakespeare/``, ``kuairand-pure/`` and ``fashion-mnist/``.
+        data: folder that holds ``tinyshakespeare/``, ``kuairand-pure/``, ``fashion-mnist/`` and ``tabular/``.
         **options: of the task; default its own sizes.
     """
     if name not in TASKS:

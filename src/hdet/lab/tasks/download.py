@@ -22,6 +22,17 @@ def check_sha256(content: bytes, sha256: str | None, path: Path) -> None:
         raise ValueError(f"{path} must have the SHA-256 {sha256}, but got {found}; delete it and try again")
 
 
+def make_writable(folder: Path) -> Path:
+    """``folder``, which is made where it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{folder} is missing and cannot be made ({error}); choose another data folder"
+        ) from error
+    return folder
+
+
 def _download(url: str, path: Path) -> None:
     try:
         with urllib.request.urlopen(url, timeout=30) as response:

@@ -43,6 +43,7 @@ class FashionTask:
         widths: of the blocks of the model.
         check: compare the files with their SHA-256.
         download: fetch missing files from their origin.
+        name: of the task.
     """
 
     def __init__(
@@ -55,11 +56,10 @@ class FashionTask:
         widths: Sequence[int] = (32, 64, 96),
         check: bool = True,
         download: bool = True,
+        name: str = "fashion",
     ) -> None:
-        folder = Path(data) / "fashion-mnist"
-        parts = [read_idx(folder, name, check=check, download=download) for name in SHA256]
-        train_images, train_labels, test_images, test_labels = parts
-        self.name = "fashion"
+        train_images, train_labels, test_images, test_labels = read_fashion(data, check=check, download=download)
+        self.name = name
         self.total_steps = total_steps
         self.batch_rows = batch_rows
         self.widths = tuple(widths)
@@ -110,6 +110,22 @@ class FashionTask:
                 right = right + (logits.argmax(1) == labels).sum()
         num_rows = len(self.validation_rows)
         return {"loss": loss.item() / num_rows, "accuracy": right.item() / num_rows}
+
+
+def fashion_batch_8(data: str | Path = "data", **options: Any) -> FashionTask:
+    """:class:`FashionTask` with batches of 8 images."""
+    return FashionTask(data, name="fashion-batch-8", **{"batch_rows": 8, **options})
+
+
+def fashion_batch_1024(data: str | Path = "data", **options: Any) -> FashionTask:
+    """:class:`FashionTask` with batches of 1024 images."""
+    return FashionTask(data, name="fashion-batch-1024", **{"batch_rows": 1024, **options})
+
+
+def read_fashion(data: str | Path, *, check: bool = True, download: bool = True) -> list[Tensor]:
+    """Training images and labels, test images and labels, as :class:`FashionTask` finds them."""
+    folder = Path(data) / "fashion-mnist"
+    return [read_idx(folder, name, check=check, download=download) for name in SHA256]
 
 
 def read_idx(folder: Path, name: str, *, check: bool = True, download: bool = True) -> Tensor:

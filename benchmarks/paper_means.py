@@ -1,0 +1,109 @@
+"""How replicas that have trained apart come together: rules on (N, parameters) of one run, in place."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hdet.checks import FloatArray
+from hdet.replicas.transport import BLOCK, Transport, decode, encode
+from hdet.weights.outer import OuterStep
+
+
+class Mean(Protocol):
+    """A rule with its own memory. ``bytes_sent``: by one replica, in a ring, so far."""
+
+    bytes_sent: float
+
+    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None: ...
+
+
+def ring_bytes(num_replicas: int, num_values: float, bytes_each: float) -> float:
+    """What one replica of a ring sends for a sum: each of N parts to the next, twice N - 1 times."""
+    return 2 * (num_replicas - 1) / num_replicas * num_values * bytes_each
+
+
+class Outer:
+    """The product's own outer steps: ``mean``, ``weighted``, ``nesterov``."""
+
+    def __init__(self, step: OuterStep, start: Tensor) -> None:
+        self.step, self.centre, self.bytes_sent = step, start[0].clone(), 0.0
+        step.begin([self.centre])
+
+    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None:
+        shares = self.step.shares(losses, np.ones(len(losses), dtype=bool))
+        counts = np.ones(len(losses)) if shares is None else shares
+        self.centre.copy_((torch.from_numpy(counts).to(weights)[:, None] * weights).mean(0))
+        self.step.apply_([self.centre])
+        weights.copy_(self.centre.expand_as(weights))
+        self.bytes_sent += ring_bytes(len(weights), weights.shape[1], 4)
+
+
+class Elastic:
+    """EASGD (Zhang, Choromanska, LeCun, 2015): replicas and centre are pulled towards each other, by rate a.
+
+    theta_r <- theta_r - a (theta_r - c),  c <- c + a sum_r (theta_r - c); replicas stay apart until the end.
+    """
+
+    def __init__(self, rate: float, start: Tensor) -> None:
+        self.rate, self.centre, self.bytes_sent = rate, start[0].clone(), 0.0
+
+    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None:
+        pulls = self.rate * (weights - self.centre)
+        weights.sub_(pulls)
+        self.centre.add_(pulls.sum(0))
+        if last:
+            weights.copy_(self.centre.expand_as(weights))
+        self.bytes_sent += ring_bytes(len(weights), weights.shape[1], 4)
+
+
+class Coded:
+    """The mean of displacements from the last centre, each of them coded; and the same of their mean."""
+
+    def __init__(self, transport: Transport, start: Tensor) -> None:
+        self.transport, self.centre, self.bytes_sent = transport, start[0].clone(), 0.0
+        self.bytes_each = encode(torch.zeros(1, BLOCK), transport).shape[1] / BLOCK
+
+    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None:
+        sent = torch.stack([through(each, self.transport) for each in weights - self.centre])
+        self.centre.add_(through(sent.mean(0), self.transport))
+        weights.copy_(self.centre.expand_as(weights))
+        self.bytes_sent += ring_bytes(len(weights), weights.shape[1], self.bytes_each)
+
+
+class Fragments:
+    """A part of the weights in each round, in turn; all of them in the last."""
+
+    def __init__(self, num_fragments: int, start: Tensor) -> None:
+        self.num_fragments, self.bytes_sent = num_fragments, 0.0
+
+    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None:
+        parts = torch.tensor_split(weights, self.num_fragments, dim=1)
+        for part in parts if last else [parts[index % self.num_fragments]]:
+            part.copy_(part.mean(0).expand_as(part))
+            self.bytes_sent += ring_bytes(len(weights), part.shape[1], 4)
+
+
+def through(values: Tensor, transport: Transport) -> Tensor:
+    """What arrives of a vector that the product sends."""
+    padded = torch.nn.functional.pad(values.float(), (0, -len(values) % BLOCK))
+    return decode(encode(padded[None], transport), transport)[0, : len(values)].to(values)
+
+
+def make_mean(name: str, start: Tensor) -> Mean:
+    """By name; a number after a colon is the rule's parameter."""
+    kind, _, value = name.partition(":")
+    if kind == "elastic":
+        return Elastic(float(value or 0.9) / len(start), start)  # beta = N a = 0.9, as its authors have it
+    transports: dict[str, Transport] = {"bfloat16": "bfloat16", "int8": "int8"}
+    if kind in transports:
+        return Coded(transports[kind], start)
+    if kind == "fragments":
+        return Fragments(int(value or 4), start)
+    if kind == "nesterov":
+        lr, momentum = (float(each) for each in (value or "0.7,0.9").split(","))
+        return Outer(OuterStep("nesterov", lr=lr, momentum=momentum), start)
+    return Outer(OuterStep(kind), start)  # type: ignore[arg-type]

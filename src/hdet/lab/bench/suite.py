@@ -1,0 +1,135 @@
+"""What the benchmark consists of: tasks in two halves, methods, and the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Half = Literal["A", "B", "extra"]
+SHAPES = ("one-cycle", "cosine", "wsd")
+STARTS = (1e-8, 1e-4, 1e-2)
+"""Learning rates that AutoLR starts from. A start is a condition, never a repetition."""
+NUM_CALIBRATION_SEEDS = 1
+SWEEP_SIZES = (2, 4, 8, 16)
+"""Runs of a random search."""
+
+
+def half_decade(index: int) -> float:
+    """1, 3, 10, 30, ... by index; 0 is 1, negative ones are below."""
+    return float(f"{3 if index % 2 else 1}e{index // 2}")
+
+
+GRIDS = {
+    "adam": range(-8, -2),
+    "adamw": range(-8, -2),
+    "nadamw": range(-8, -2),
+    "muon": range(-8, -2),
+    "lion": range(-10, -4),
+    "sgd": range(-4, 2),
+    "schedule-free": range(-6, -2),
+}
+"""Indices of half-decades that a grid begins with; it grows where the best is at an edge."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the results.
+
+    Attributes:
+        name: of the entry.
+        half: ``A``, on which defaults may be chosen; ``B``, which is only reported; ``extra``: neither. On stdlib-gpt
+            AutoLR's settings were looked at before there were halves.
+        steps: of a run.
+        task: what is trained; default the name.
+        optimizer: what the grid and AutoLR tune.
+        stacked: runs trained at once, as memory allows.
+    """
+
+    name: str
+    half: Half
+    steps: int = 500
+    task: str = ""
+    optimizer: str = "adam"
+    stacked: int = 27
+
+    @property
+    def task_name(self) -> str:
+        return self.task or self.name
+
+
+ENTRIES = (
+    Entry("shakespeare-gpt", "A"),
+    Entry("feed", "A", steps=335),
+    Entry("fashion", "A"),
+    Entry("word-gpt", "A"),
+    Entry("lstm", "A"),
+    Entry("fashion-batch-1024", "B", steps=200, stacked=9),  # the dearest first, or it would end last
+    Entry("code-gpt", "B"),
+    Entry("finetune-gpt", "B"),
+    Entry("finetune-lora", "B"),
+    Entry("tabular", "B"),
+    Entry("tabular-regression", "B"),
+    Entry("tabular-regression-raw", "B"),
+    Entry("fashion-vit", "B"),
+    Entry("fashion-batch-8", "B"),
+    Entry("fashion-diffusion", "B"),
+    Entry("stdlib-gpt", "extra"),
+    Entry("stdlib-gpt-sgd", "extra", task="stdlib-gpt", optimizer="sgd"),
+    Entry("stdlib-gpt-lion", "extra", task="stdlib-gpt", optimizer="lion"),
+    Entry("stdlib-gpt-muon", "extra", task="stdlib-gpt", optimizer="muon"),
+    Entry("quadratic", "extra", steps=200),
+)
+BY_NAME = {entry.name: entry for entry in ENTRIES}
+DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")
+
+MethodName = Literal[
+    "grid", "autolr", "adamw-grid", "adamw", "prodigy", "schedule-free", "schedule-free-grid", "d-adaptation",
+    "finder", "halving", "nadamw-grid", "nadamw", "mechanic", "dog", "schedule-free-autolr", "population",
+]  # fmt: skip
+CALIBRATIONS: dict[str, str] = {"adamw": "adamw-grid", "nadamw": "nadamw-grid"}
+"""Methods at one default for all tasks, and the grid on half A that it is chosen from."""
+NOTHING_SET = (
+    "autolr", "adamw", "nadamw", "prodigy", "d-adaptation", "mechanic", "dog", "schedule-free",
+    "schedule-free-autolr", "finder", "halving",
+)  # fmt: skip
+"""One run's compute, and nothing for the user to choose."""
+OF_ANY_OPTIMIZER = ("grid", "autolr")
+# What a run that is cut short should have done first: half B with what decides the target, then half A, then the rest.
+_RANKS: dict[str, int] = {
+    "adamw-grid": 0, "grid": 1, "autolr": 1, "adamw": 1, "prodigy": 1, "schedule-free": 1, "schedule-free-grid": 3,
+    "d-adaptation": 3, "finder": 3, "halving": 3, "nadamw-grid": 3, "nadamw": 4, "mechanic": 4, "dog": 4,
+    "schedule-free-autolr": 4, "population": 5,
+}  # fmt: skip
+METHODS = tuple(_RANKS)
+
+
+@dataclass(frozen=True)
+class Job:
+    """All runs of one method on one entry."""
+
+    entry: Entry
+    method: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.entry.name}/{self.method}"
+
+    @property
+    def rank(self) -> int:
+        """Jobs with a lower one go first."""
+        later = 6 if self.entry.half == "extra" else 1 if self.entry.half == "A" and _RANKS[self.method] == 1 else 0
+        return _RANKS[self.method] + later
+
+
+def jobs(entries: Sequence[Entry], methods: Sequence[str]) -> list[Job]:
+    """In the order in which they are to run."""
+    return sorted(_jobs(entries, methods), key=lambda job: job.rank)
+
+
+def _jobs(entries: Sequence[Entry], methods: Sequence[str]) -> Iterator[Job]:
+    for entry in entries:
+        for method in methods:
+            calibrates = method in CALIBRATIONS.values()
+            if (entry.half == "A" or not calibrates) and (entry.optimizer == "adam" or method in OF_ANY_OPTIMIZER):
+                yield Job(entry, method)
