@@ -20,7 +20,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -223,11 +223,10 @@ def main() -> None:
     parser.add_argument("--lrs", type=float, nargs="+", default=list(LRS))
     parser.add_argument("--decays", type=float, nargs="+", default=list(DECAYS))
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="start no more runs after so many seconds")
     parser.add_argument("--grid", type=Path, help="take the fixed runs from this record, which is of the same data")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    data, began = TASKS[options.task](options.data, options.size), time.perf_counter()
+    data = TASKS[options.task](options.data, options.size)
     record: dict[str, Any] = {
         "settings": {
             k: str(v) if isinstance(v, Path) else v
@@ -243,7 +242,6 @@ def main() -> None:
         },
         "runs": [],
     }
-    record["settings"]["limit_s"] = None if math.isinf(options.limit_s) else options.limit_s
     runs = list(runs_of(options))
     grid, learning = ([r for r in runs if (r.kind == "fixed") == fixed] for fixed in (True, False))
 
@@ -265,14 +263,13 @@ def main() -> None:
         record["runs"] = [run for run in old["runs"] if run["kind"] == "fixed" and run["seed"] in options.seeds]
         grid = []
     with ProcessPoolExecutor(options.workers, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
-        together = pool.submit(train_grid, grid) if grid else None
-        waiting = [pool.submit(train, run) for run in learning]
-        for run, found in zip(grid, together.result() if together else [], strict=True):
-            keep(run, found)
-        for run, future in zip(learning, waiting, strict=True):
-            if time.perf_counter() - began > options.limit_s and future.cancel():
-                continue
-            keep(run, future.result())
+        waiting: dict[Future[Any], list[Run]] = {pool.submit(train, run): [run] for run in learning}
+        if grid:
+            waiting[pool.submit(train_grid, grid)] = grid
+        for future in as_completed(waiting):
+            ended = waiting[future]
+            for run, found in zip(ended, future.result() if ended is grid else [future.result()], strict=True):
+                keep(run, found)
     show(record["runs"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -214,6 +215,26 @@ def test_probes_are_few_and_none_in_the_climb() -> None:
     climb = scheduler.found().climb_steps
     assert climb > 0
     assert task.num_probes == (400 - climb) // PROBE_EVERY
+
+
+def test_the_first_probes_do_not_hold_a_run_up() -> None:
+    runs = [make_run(120, probed=probed) for probed in (False, True)]
+    for task, scheduler in runs:
+        task.train(scheduler, 70)
+    plain, probed = ([record.base_values for record in scheduler.history] for _, scheduler in runs)
+    assert runs[1][0].num_probes == 2
+    assert probed == plain
+
+
+def test_after_that_only_probes_decide() -> None:
+    task, scheduler = make_run(600)
+    task.train(scheduler, 300)
+    level = [record for record in scheduler.history if record.phase == "level"]
+    moved = [a.step for b, a in itertools.pairwise(level) if a.scales != b.scales]
+    probed = {record.step for record in level if record.held_out and not math.isnan(record.held_out.loss)}
+    late = [step for step in moved if step > sorted(probed)[3]]
+    assert late
+    assert set(late) <= probed
 
 
 def test_it_is_resumed_exactly() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hdet.checks import FloatArray, shown, whole_of
+from hdet.checks import FloatArray, flag_of, shown, whole_of
 from hdet.history import HeldOut, KnobRecord
 from hdet.policy.faded import Faded, certain
 from hdet.replicas.group import Replicas
@@ -38,7 +38,7 @@ FADE = 0.85
 """Of one probe to the next: a mean is over about the last twelve."""
 
 MIN_PROBES = 3
-"""So many since the anchor was set, before they say anything."""
+"""So many since the anchor was set, before they say anything; the first ones of a run do not hold it up."""
 
 
 class HeldOutGradient(GradientSignal):
@@ -87,6 +87,8 @@ class HeldOutGradient(GradientSignal):
         self.gap = Faded(self.num_knobs, FADE)
         self.slope = Faded(1, FADE)
         self._num_renewed = self.anchor.num_renewed
+        self.moved = False
+        """Whether the anchor has moved since the run began: a model may have overfitted by now."""
 
     def add_group(self, knob: int) -> None:
         super().add_group(knob)
@@ -134,11 +136,9 @@ class HeldOutGradient(GradientSignal):
         """
         if self.dense:
             return super().drain()._replace(learned=self._learned())
-        if self._num_renewed != self.anchor.num_renewed:  # slopes are measured from elsewhere
-            self.gap.forget()
-            self.slope.forget()
-            self._num_renewed = self.anchor.num_renewed
-        if not len(self.probes):  # nothing is decided without one
+        self._follow_anchor()
+        early = self.gap.num < MIN_PROBES and not self.moved
+        if not len(self.probes) and not early:  # nothing is decided without one
             silent = np.full(self.num_knobs, math.nan)
             self._acting = False
             return Reading(slopes=(silent, silent), probed=self._probed(), learned=self._learned())
@@ -153,12 +153,21 @@ class HeldOutGradient(GradientSignal):
             self.decay.learn(self.probes[:, -2], acting=self._acting)
         probed = self._probed()
         self.forget()
-        gap = certain(self.gap.mean, self.gap.error) if self.gap.num >= MIN_PROBES else math.nan
+        unknown = 0.0 if early else math.nan
+        gap = certain(self.gap.mean, self.gap.error) if self.gap.num >= MIN_PROBES else unknown
         self._acting = False
         return Reading(slopes=(mean + gap, error), probed=probed, learned=self._learned())
 
     def _learned(self) -> dict[str, KnobRecord]:
         return {} if self.decay is None else {"weight_decay": self.decay.record()}
+
+    def _follow_anchor(self) -> None:
+        """Where the anchor has moved, slopes are measured from elsewhere."""
+        if self._num_renewed != self.anchor.num_renewed:
+            self.moved = self.moved or self._num_renewed > 0
+            self.gap.forget()
+            self.slope.forget()
+            self._num_renewed = self.anchor.num_renewed
 
     def _probed(self) -> HeldOut:
         losses = self.probes[:, -1]
@@ -176,6 +185,7 @@ class HeldOutGradient(GradientSignal):
         return {
             **super().state_dict(),
             "num_steps": self.num_steps,
+            "moved": self.moved,
             "probes": self.probes.tolist(),
             "gap": self.gap.state_dict(),
             "slope": self.slope.state_dict(),
@@ -185,6 +195,7 @@ class HeldOutGradient(GradientSignal):
     def check_state(self, state: Mapping[str, Any]) -> None:
         super().check_state(state)
         whole_of(state["num_steps"], "num_steps")
+        flag_of(state["moved"], "moved")
         unpack_samples(state["probes"], self.width)
         for found in ("gap", "slope"):
             getattr(self, found).check_state(state[found])
@@ -203,6 +214,7 @@ class HeldOutGradient(GradientSignal):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._start_over()
+        self.moved = bool(state["moved"])
         self.num_steps, self.probes = int(state["num_steps"]), unpack_samples(state["probes"], self.width)
         self.gap.load_state_dict(state["gap"])
         self.slope.load_state_dict(state["slope"])
