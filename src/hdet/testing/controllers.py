@@ -125,8 +125,9 @@ def _check_state(state: Any, num_knobs: int) -> None:
     for name, value in state._asdict().items():
         is_array = isinstance(value, np.ndarray) and value.dtype == np.float64
         fits = is_array and value.ndim > 0 and value.shape[0] in (1, num_knobs)
-        _require(fits, f"state field {name!r} must be a float64 array of 1 or {num_knobs} rows, but got {value!r}")
-        _require(bool(np.isfinite(value).all()), f"state field {name!r} must stay finite, but got {value!r}")
+        rows = f"1 or {num_knobs} rows"
+        _require(fits, "state field %r must be a float64 array of %s, but got %r", name, rows, value)
+        _require(bool(np.isfinite(value).all()), "state field %r must stay finite, but got %r", name, value)
 
 
 def _check_decision(decision: Any, num_knobs: int) -> None:
@@ -135,15 +136,15 @@ def _check_decision(decision: Any, num_knobs: int) -> None:
     shape = np.shape(factors)
     _require(shape == (num_knobs,), f"factors must have shape ({num_knobs},), but got {shape}")
     healthy = bool(np.isfinite(factors).all() and (factors > 0).all())
-    _require(healthy, f"factors must be positive and finite, but got {factors!r}")
+    _require(healthy, "factors must be positive and finite, but got %r", factors)
     if openness is not None:
         shape = np.shape(openness)
         _require(shape == (num_knobs,), f"openness must be None or have shape ({num_knobs},), but got {shape}")
         inside = bool(((openness >= 0) & (openness <= 1)).all())
-        _require(inside, f"openness must lie in [0, 1], but got {openness!r}")
+        _require(inside, "openness must lie in [0, 1], but got %r", openness)
     for name, values in decision.info.items():
         plain = type(values) is tuple and all(type(value) is float for value in values)
-        _require(plain, f"info[{name!r}] must be a tuple of floats, but got {values!r}")
+        _require(plain, "info[%r] must be a tuple of floats, but got %r", name, values)
 
 
 def _check_walk(controller: Controller, rounds: list[Evidence]) -> None:
@@ -182,12 +183,14 @@ def _check_saving(controller: Controller, rounds: list[Evidence]) -> None:
     for evidence in rounds:
         packed = pack_state(state)
         again = unpack_state(packed, controller.init(len(evidence.multipliers)))
-        _require(pack_state(again) == packed, f"the state must survive pack_state and unpack_state, but got {again!r}")
+        _require(pack_state(again) == packed, "the state must survive pack_state and unpack_state, but got %r", again)
         state, decision = controller.update(state, evidence)
         _, resumed = controller.update(again, evidence)
         _require(
             _same([decision.factors], [resumed.factors]),
-            f"a saved state must lead to the same factors, but got {resumed.factors} instead of {decision.factors}",
+            "a saved state must lead to the same factors, but got %s instead of %s",
+            resumed.factors,
+            decision.factors,
         )
 
 
@@ -229,7 +232,7 @@ def _check_silence(controller: Controller, rounds: list[Evidence]) -> None:
                 losses = np.full_like(rounds[0].losses, bad)
                 _, decision = controller.update(state, Evidence(losses, rounds[0].multipliers, slopes))
                 still = bool((decision.factors == 1).all())
-                _require(still, f"a round without a finite loss must move nothing, but got factors {decision.factors}")
+                _require(still, "a round without a finite loss must move nothing, but got factors %s", decision.factors)
 
 
 # -- tools ----------------------------------------------------------------------------------------------------------
@@ -244,18 +247,20 @@ def _walk(controller: Controller, rounds: list[Evidence]) -> list[tuple[Any, Dec
     return steps
 
 
-def _require(ok: bool, message: str) -> None:
+def _require(ok: bool, message: str, *values: Any) -> None:
+    """``values`` are put into the message only where it is needed: to print arrays took most of the time."""
     if not ok:
-        raise AssertionError(message)
+        raise AssertionError(message % values if values else message)
 
 
 def _require_alike(
     one: list[tuple[Any, Decision]], other: list[tuple[Any, Decision]], rule: str, order: Any = slice(None)
 ) -> None:
     for (_, a), (_, b) in zip(one, other, strict=True):
-        _require(_close([a.factors[order]], [b.factors]), f"{rule} factors {a.factors[order]} became {b.factors}")
+        factors = a.factors[order]
+        _require(_close([factors], [b.factors]), "%s factors %s became %s", rule, factors, b.factors)
         opens = [openness[order] for openness in _openness(a)]
-        _require(_close(opens, _openness(b)), f"{rule} openness {a.openness} became {b.openness}")
+        _require(_close(opens, _openness(b)), "%s openness %s became %s", rule, a.openness, b.openness)
 
 
 def _arrays(evidence: Evidence) -> list[FloatArray]:
