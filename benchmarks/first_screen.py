@@ -1,4 +1,4 @@
-"""The README's picture and its table of figures, from records that climb.py has written.
+"""The README's picture and its tables of figures, from records that climb.py and ``hdet bench`` have written.
 
     python benchmarks/first_screen.py                     # of the records in benchmarks/results: writes both
     python benchmarks/first_screen.py a.json b.json       # of these; the picture has the first two
@@ -13,10 +13,14 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hdet.lab.bench.records import Record as BenchRecord
+from hdet.lab.bench.records import load
+from hdet.lab.bench.summary import COMPUTE, LABELS, over_tasks, percent, summarize
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "results" / "climb"
@@ -38,7 +42,7 @@ RECORDS = tuple(
 )
 NUM_PICTURED = 2
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "figures" / "any-start.svg"
-BEGIN, END = "<!-- figures: begin (python benchmarks/first_screen.py) -->\n", "<!-- figures: end -->\n"
+BENCH = ROOT / "benchmarks" / "results" / "bench"
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 880, 350, 46, 64, 52, 34
 SCHEDULES = ("one-cycle", "cosine", "wsd")
 STYLE = """
@@ -210,13 +214,31 @@ def _panel(record: Record, left: float, width: float) -> list[str]:
     return parts
 
 
-def filled(text: str, new: str) -> str:
-    """The README with ``new`` between its two marks."""
-    before, mark, rest = text.partition(BEGIN)
-    _, other, after = rest.partition(END)
+def rivals(records: Sequence[BenchRecord]) -> str:
+    """AutoLR and its rivals over the half of the benchmark on which nothing was chosen."""
+    tasks = [task for record in records if record.half == "B" and (task := summarize(record)) is not None]
+    found = [line for method in LABELS if (line := over_tasks(tasks, method)) is not None]
+    rows = [
+        "| method | runs of compute | median task | mean over the tasks | worst task |",
+        "|---|---|---|---|---|",
+    ]
+    for line in sorted(found, key=lambda line: line.median):
+        if line.num_tasks == len(tasks):  # on fewer, means are not comparable
+            label = f"**{LABELS[line.method]}**" if line.method == "autolr" else LABELS[line.method]
+            compute = COMPUTE.get(line.method, "1")
+            worst = f"{percent(line.worst)} ({line.worst_task})"
+            rows.append(f"| {label} | {compute} | {percent(line.median)} | {percent(line.mean)} | {worst} |")
+    return "\n".join(rows) + "\n"
+
+
+def filled(text: str, name: str, new: str) -> str:
+    """The README with ``new`` between the two marks of that name."""
+    begin, end = f"<!-- {name}: begin (python benchmarks/first_screen.py) -->\n", f"<!-- {name}: end -->\n"
+    before, mark, rest = text.partition(begin)
+    _, other, after = rest.partition(end)
     if not mark or not other:
-        raise ValueError(f"the README must have the lines {BEGIN.strip()!r} and {END.strip()!r}, but one is missing")
-    return before + BEGIN + new + END + after
+        raise ValueError(f"the README must have the lines {begin.strip()!r} and {end.strip()!r}, but one is missing")
+    return before + begin + new + end + after
 
 
 def main() -> None:
@@ -227,7 +249,8 @@ def main() -> None:
     args = parser.parse_args()
     records = [Record.read(path) for path in args.records]
     args.svg.write_text(picture(records[:NUM_PICTURED]))
-    args.readme.write_text(filled(args.readme.read_text(), table(records)))
+    text = filled(args.readme.read_text(), "figures", table(records))
+    args.readme.write_text(filled(text, "rivals", rivals(load(BENCH))))
     print(table(records))
 
 

@@ -58,7 +58,7 @@ class Bench:
 
     @property
     def interval(self) -> int:
-        return int(self.args.interval or max(1, self.num_steps // 60))
+        return int(self.args.interval or max(4, self.num_steps // 60))  # with T = 1 losses come before any difference
 
     @property
     def options(self) -> dict[str, Any]:

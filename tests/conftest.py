@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 
 # Models this small only wait for each other on several threads, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
+import pytest
 from hypothesis import settings
 
 from hdet.launch import preload
@@ -17,14 +19,15 @@ pytest_plugins = ["stand_ins"]  # the fixture of all frameworks
 # A launched process imports the module of its test and everything that needs: seconds, unless it is there already.
 preload("pytest", "hypothesis", "hypothesis.strategies", "numpy.testing", "torch.distributed.fsdp")
 preload("hdet.lab.commands.train", "torch.utils.tensorboard", "torch._dynamo.backends.debugging")
-preload("frozen")  # the last one
 
 # How long an example takes says more about a shared machine than about the code.
 settings.register_profile("hdet", deadline=None)
 settings.load_profile("hdet")
 
 
-def pytest_collection_finish() -> None:
-    """Leave what imports have made out of garbage collections, and of searches for a model: see ``frozen``."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what imports have made out of garbage collections, and of searches for a model: see ``hdet.frozen``."""
+    if len({item.path for item in session.items}) > 1:
+        importlib.import_module("torch._dynamo")  # the first optimizer would, and is sure to come
     gc.collect()
     gc.freeze()

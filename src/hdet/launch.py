@@ -60,7 +60,7 @@ def launch(
     """
     context = mp.get_context("forkserver")
     # Children fork from a server that has imported torch already: a tenth of a second each instead of several.
-    context.set_forkserver_preload(_preloaded)
+    context.set_forkserver_preload([*_preloaded, "hdet.frozen"])
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="hdet-") as folder:
         pipes: list[Connection] = []

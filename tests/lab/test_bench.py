@@ -15,7 +15,7 @@ from hdet import AutoLR
 from hdet.command_line import UsageError
 from hdet.lab.bench import runner as runner_module
 from hdet.lab.bench.methods import HALVING_LRS, extension, found_lr, run_method
-from hdet.lab.bench.pages import make_pages, render
+from hdet.lab.bench.pages import make_pages, render, said_of
 from hdet.lab.bench.records import gather, load
 from hdet.lab.bench.runner import Runner, take_claim
 from hdet.lab.bench.suite import BY_NAME, ENTRIES, METHODS, Entry, half_decade, jobs
@@ -286,8 +286,19 @@ def test_summaries_are_of_the_losses_in_the_record(finished: Path, tmp_path: Pat
     assert any("Mechanic, which was not measured" in part for part in said)
 
 
+def test_only_seeds_that_all_methods_have_are_compared(finished: Path, tmp_path: Path) -> None:
+    gather(finished, tmp_path / "records")
+    record = next(record for record in load(tmp_path / "records") if record.half == "A")
+    record.methods["prodigy"] = [run for run in record.methods["prodigy"] if run["seed"] == 1]
+    task = summarize(record)
+    assert task is not None
+    assert task.seeds == [1]  # though the grid of half A has both, and the calibration the first
+    assert {len(values) for values in task.excess.values()} == {1}
+
+
 def test_docs_are_those_that_the_kept_records_make() -> None:
-    for path, text in render(load(ROOT / "benchmarks" / "results" / "bench")).items():
+    kept = ROOT / "benchmarks" / "results" / "bench"
+    for path, text in render(load(kept), said_of(kept)).items():
         assert (ROOT / "docs" / path).read_text() == text, f"{path}: run hdet bench --pages"
 
 

@@ -42,14 +42,17 @@ def make_task() -> DoubleText:
     )  # fmt: skip
 
 
-LOSS = Run(lr=0.02, method="loss", spread=0.1, interval=INTERVAL, start=0.02, hold=0.05)
-GRADIENT = Run(lr=0.02, method="gradient", interval=INTERVAL, start=0.02, hold=0.05, climb=False)
+LOSS = Run(lr=0.02, method="loss", spread=0.1, interval=INTERVAL, start=0.02, hold=0.05, first_scale=0.2, gated=True)
+GRADIENT = Run(
+    lr=0.02, method="gradient", interval=INTERVAL, start=0.02, hold=0.05, climb=False, first_scale=0.03, gated=True
+)
 PAPER = Run(
     lr=0.02, method="paper", spread=0.3, interval=INTERVAL, start=0.0, hold=0.0, controller={"temperature": 0.01}
 )
 RUNS: dict[int, dict[str, tuple[str, Run]]] = {
     1: {
         "gradient": ("adam", GRADIENT),
+        "gradient, from the schedule as it is": ("adam", replace(GRADIENT, first_scale=None, gated=None)),
         "gradient, too low": ("adam", replace(GRADIENT, lr=1e-4, seed=1)),
         "gradient, sgd": ("sgd", replace(GRADIENT, lr=0.1, seed=2)),
         "gradient, adamw, no gate": ("adamw", replace(GRADIENT, gated=False, hold=0.2)),
@@ -111,7 +114,7 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
             hold_share=run.hold,
             climb=run.climb,
             gated=run.gated,
-            first_scale=run.make_first_scale(),
+            first_scale=run.first_scale,
         ),
         seed=run.seed,
     )

@@ -35,7 +35,7 @@ ROOMS = (
     {"history"},
     {"policy"},
     {"controllers"},
-    {"launch", "notices"},
+    {"launch", "notices", "frozen"},
     {"checks"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}

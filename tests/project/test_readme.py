@@ -66,7 +66,9 @@ def test_picture_and_table_are_those_of_the_records(monkeypatch: pytest.MonkeyPa
     first_screen = importlib.import_module("first_screen")
     records = [first_screen.Record.read(path) for path in first_screen.RECORDS]
     again = "is out of date: python benchmarks/first_screen.py"
-    assert first_screen.filled(README, first_screen.table(records)) == README, f"README.md {again}"
+    assert first_screen.filled(README, "figures", first_screen.table(records)) == README, f"README.md {again}"
+    rivals = first_screen.rivals(first_screen.load(first_screen.BENCH))
+    assert first_screen.filled(README, "rivals", rivals) == README, f"README.md {again}"
     pictured = first_screen.picture(records[: first_screen.NUM_PICTURED])
     assert first_screen.PICTURE.read_text() == pictured, f"{first_screen.PICTURE.name} {again}"
     assert f"]({first_screen.PICTURE.relative_to(ROOT).as_posix()})" in README

@@ -26,10 +26,12 @@ from hdet.lab.bench.summary import (
 )
 
 PAGE, RUNS = "results.md", "results_runs.md"
+WHY = "why.md"
+"""Beside the records: what somebody who has read them says about them, for the head of the page."""
 HALVES = {
     "B": "Half B: only reported",
     "A": "Half A: defaults may be chosen on it",
-    "extra": "Other optimizers",
+    "extra": "Neither: stdlib-gpt, on which AutoLR's settings were looked at before, and other optimizers",
 }
 
 _TARGET = """\
@@ -53,7 +55,7 @@ count."""
 def make_pages(records: Path, docs: Path) -> list[Path]:
     """Write the pages and their figures; returns their paths."""
     written = []
-    for path, text in render(load(records)).items():
+    for path, text in render(load(records), said_of(records)).items():
         target = docs / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -61,10 +63,16 @@ def make_pages(records: Path, docs: Path) -> list[Path]:
     return written
 
 
-def render(records: Sequence[Record]) -> dict[str, str]:
-    """Path below docs/ to content."""
+def said_of(records: Path) -> str:
+    """What was written beside the records, or nothing."""
+    why = records / WHY
+    return why.read_text(encoding="utf-8").strip() if why.exists() else ""
+
+
+def render(records: Sequence[Record], why: str = "") -> dict[str, str]:
+    """Path below docs/ to content; ``why`` stands below the verdict."""
     tasks = [task for task in map(summarize, records) if task is not None]
-    pages = {PAGE: _results(tasks, records), RUNS: _runs(tasks)}
+    pages = {PAGE: _results(tasks, records, why), RUNS: _runs(tasks)}
     for task in tasks:
         if task.by_start:
             pages[_figure(task)] = lr_figure(task)
@@ -75,9 +83,9 @@ def _figure(task: TaskSummary) -> str:
     return f"figures/bench-{task.record.name}.svg"
 
 
-def _results(tasks: Sequence[TaskSummary], records: Sequence[Record]) -> str:
+def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str) -> str:
     of_half = {half: [task for task in tasks if task.record.half == half] for half in HALVES}
-    lines = ["# Does it work", "", *_first_lines(of_half["B"]), "", *_how(tasks), ""]
+    lines = ["# Does it work", "", *_first_lines(of_half["B"]), "", *([why, ""] if why else []), *_how(tasks), ""]
     for half, title in HALVES.items():
         if of_half[half]:
             lines += [f"## {title}", "", *_half(of_half[half]), ""]
@@ -195,6 +203,7 @@ def _runs(tasks: Iterable[TaskSummary]) -> str:
               "intervals are in [results.md](results.md)."]  # fmt: skip
     for task in tasks:
         record = task.record
+        seeds = sorted({run["seed"] for runs in record.methods.values() for run in runs})
         lines += ["", f"## {record.name}", ""]
         rows = []
         for method in record.methods:
@@ -204,9 +213,9 @@ def _runs(tasks: Iterable[TaskSummary]) -> str:
             for shape, lr in keys:
                 mine = {run["seed"]: run for run in runs if run["schedule"] == shape and (per_seed or run["lr"] == lr)}
                 chosen = [f"{run['lr']:.2g}" for run in mine.values() if run["lr"] is not None]
-                cells = [_loss(mine[seed]["loss"]) if seed in mine else "" for seed in task.seeds]
+                cells = [_loss(mine[seed]["loss"]) if seed in mine else "" for seed in seeds]
                 rows.append([method, shape, ", ".join(chosen) if per_seed else f"{lr:g}", *cells])
-        lines += table(["method", "schedule", "learning rate", *(f"seed {seed}" for seed in task.seeds)], rows)
+        lines += table(["method", "schedule", "learning rate", *(f"seed {seed}" for seed in seeds)], rows)
     return "\n".join(lines) + "\n"
 
 

@@ -17,7 +17,7 @@ from hdet.lab.bench.statistics import (
     steps_to_target,
     t_interval,
 )
-from hdet.lab.bench.suite import NOTHING_SET, STARTS, SWEEP_SIZES
+from hdet.lab.bench.suite import CALIBRATIONS, NOTHING_SET, STARTS, SWEEP_SIZES
 
 CLOSE = 0.01
 """Share above the best of the grid that counts as reaching it."""
@@ -49,7 +49,7 @@ class TaskSummary:
 
     Attributes:
         record: of reference.
-        seeds: that the grid has.
+        seeds: that all methods have.
         best: the best condition's loss of each seed.
         excess: method to the share above it, seed by seed.
         by_start: the same of AutoLR, by start.
@@ -82,7 +82,8 @@ def summarize(record: Record) -> TaskSummary | None:
     if not record.methods.get("grid"):
         return None
     chosen = record.losses("grid")[record.best()]
-    seeds = sorted(chosen)
+    compared = [runs for method, runs in record.methods.items() if method not in CALIBRATIONS.values()]
+    seeds = sorted(set.intersection(*({run["seed"] for run in runs} for runs in compared)))
     best = [chosen[seed] for seed in seeds]
     found = TaskSummary(record, seeds, best)
     for method in record.methods:

@@ -158,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     for table in tables:
         show(console, table)
     path = experiment.write_report(f"{options.task}: ablation", tables, [_chart(experiment, results)])
-    console.print(f"wrote {path}", soft_wrap=True)
+    console.print(f"wrote {path}", soft_wrap=True, markup=False)
     return 0
 
 

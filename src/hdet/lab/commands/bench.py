@@ -38,7 +38,7 @@ class BenchOptions(Options):
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of weights and data order; each method runs once for each."""
     half: Literal["A", "B", "extra", "all"] = "all"
-    """A: tasks on which defaults may be chosen; B: those that are only reported; extra: other optimizers."""
+    """A: tasks on which defaults may be chosen; B: those that are only reported; extra: neither."""
     steps: int | None = None
     """Optimizer steps of a run; default each entry's own."""
     out: Path = Path("runs/bench")
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.out.is_dir():
             gather(options.out, options.records)
         for path in make_pages(options.records, options.docs):
-            console.print(f"wrote {path}", soft_wrap=True)
+            console.print(f"wrote {path}", soft_wrap=True, markup=False)
         return 0
     if options.device == "cuda":
         torch.set_float32_matmul_precision("high")

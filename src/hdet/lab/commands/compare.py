@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
         reason = baselines.missing_package(method) if baselines.is_baseline(method) else None
         if reason is not None:
             skipped.append(reason)
-            console.print(reason, soft_wrap=True)
+            console.print(reason, soft_wrap=True, markup=False)
             continue
         started = time.perf_counter()
         name, total = str(method), experiment.num_steps
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         show(console, table)
     chart = compare_report.chart(records, options.grid())
     path = experiment.write_report(f"{options.task}, {options.optimizer}: comparison", tables, [chart])
-    console.print(f"wrote {path}", soft_wrap=True)
+    console.print(f"wrote {path}", soft_wrap=True, markup=False)
     return 0
 
 

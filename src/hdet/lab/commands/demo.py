@@ -69,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     report = write_report([job.folder for job in jobs.values()], out / "report")
     console.print(_sentence(ends), soft_wrap=True, markup=False, highlight=False)
     opened = can_open(console.is_terminal) and webbrowser.open(report.resolve().as_uri())
-    console.print(f"{'Opened in your browser' if opened else 'To be opened in a browser'}: {report}", soft_wrap=True)
+    where = f"{'Opened in your browser' if opened else 'To be opened in a browser'}: {report}"
+    console.print(where, soft_wrap=True, markup=False)
     return 0 if all(end["status"] == "done" for end in ends.values()) else 1
 
 

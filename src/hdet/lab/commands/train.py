@@ -292,7 +292,10 @@ def _tell(job: Job, end: dict[str, Any], console: Console, *, as_json: bool) -> 
         print(f"stopped at step {end['step']} of {job.settings.steps}; {_go_on(job)}", file=sys.stderr)
         return _STATUS["stopped"]
     if end["status"] == "diverged":
-        console.print(f"the model broke at step {end['step']}: {end.get('error', 'its loss is not finite')}")
+        broke = f"the model broke at step {end['step']}: {end.get('error', 'its loss is not finite')}"
+        console.print(broke, soft_wrap=True, markup=False)
     figures = ", ".join(f"{name} {value:.4f}" for name, value in end["validation"].items() if value is not None)
-    console.print(f"validation: {figures or 'none'}; {end['time_s']:.0f} s; in {job.folder}", soft_wrap=True)
+    console.print(
+        f"validation: {figures or 'none'}; {end['time_s']:.0f} s; in {job.folder}", soft_wrap=True, markup=False
+    )
     return _STATUS[end["status"]]

@@ -46,9 +46,8 @@ class RunBar:
         part = step * NUM_LINES // self.steps
         if not self.quiet and not self.console.is_terminal and part > self.told:
             self.told = part
-            self.console.print(
-                ", ".join(filter(None, [f"{self.name}: step {step}/{self.steps}", line])), soft_wrap=True
-            )
+            told = ", ".join(filter(None, [f"{self.name}: step {step}/{self.steps}", line]))
+            self.console.print(told, soft_wrap=True, markup=False)
 
 
 def describe(losses: Sequence[float | None], scales: Sequence[float]) -> str:

@@ -10,7 +10,7 @@ from hdet.controllers import Controller, PaperController
 from hdet.lab.recipes import SweepMethod as Method
 from hdet.policy.climb import Climb
 from hdet.policy.timing import has_time_to_climb, hold_start
-from hdet.schedulers._auto_settings import FIRST_SCALES, make_evidence_controller
+from hdet.schedulers._auto_settings import FIRST_SCALES, make_evidence_controller, starts_cold
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Run:
     hold: float | None = None
     climb: bool | None = None
     first_scale: float | None = None
-    gated: bool = True
+    gated: bool | None = None
     rollback: bool = True
     quarantine: float | None = None
     controller: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Run:
     def make_climb(self, num_steps: int, *, lr_given: bool) -> Climb | None:
         climbs = self.climb
         if climbs is None:
-            told = self.first_scale is not None or not self.gated
+            told = self.first_scale is not None or self.gated is not None
             climbs = self.method == "gradient" and not told and has_time_to_climb(num_steps, lr_given=lr_given)
         return Climb(num_steps) if climbs else None
 
@@ -78,9 +78,15 @@ class Run:
             return start, (1 - (0.05 if self.hold is None else self.hold)) * num_steps
         return start, hold_start(num_steps, table.tolist())
 
-    def make_first_scale(self) -> float:
+    def is_gated(self, num_steps: int, *, climbs: bool) -> bool:
+        """Whether the schedule's own rise needs evidence."""
+        by_itself = climbs or starts_cold(num_steps, self.interval)
+        return self.is_auto and (by_itself if self.gated is None else self.gated)
+
+    def make_first_scale(self, num_steps: int) -> float:
         if self.method == "loss" or self.method == "gradient":
-            return FIRST_SCALES[self.method] if self.first_scale is None else self.first_scale
+            cold = FIRST_SCALES[self.method] if starts_cold(num_steps, self.interval) else 1.0
+            return cold if self.first_scale is None else self.first_scale
         return 1.0
 
     def make_controller(self) -> Controller | None:

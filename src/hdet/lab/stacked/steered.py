@@ -39,9 +39,9 @@ class Steered:
             spread=run.spread if run.method in ("spread", "anchored", "paper", "loss") else 0.0,
             controller=run.make_controller(),
             scale_bounds=Adapt().bounds,
-            gated=run.gated and run.is_auto,
+            gated=run.is_gated(len(table), climbs=climb is not None),
             seed=run.seed,
-            first_scale=run.make_first_scale(),
+            first_scale=run.make_first_scale(len(table)),
         )
         self.policy = RoundPolicy(
             self.steering,
