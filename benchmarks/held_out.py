@@ -259,7 +259,7 @@ def main() -> None:
         old = json.loads(options.grid.read_text())
         if old["provenance"]["data_sha256"] != record["provenance"]["data_sha256"]:
             raise SystemExit(f"{options.grid} is of other data")
-        record["provenance"]["grid_commit"] = old["provenance"]["git_commit"]
+        record["provenance"]["grid_commit"] = old["provenance"].get("grid_commit", old["provenance"]["git_commit"])
         record["runs"] = [run for run in old["runs"] if run["kind"] == "fixed" and run["seed"] in options.seeds]
         grid = []
     with ProcessPoolExecutor(options.workers, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
