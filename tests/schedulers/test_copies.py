@@ -102,8 +102,9 @@ def test_a_copy_undoes_a_broken_round(way: str) -> None:
     run = _make("AutoLR", climb=False)
     _train(run, 0, 7)
     again = WAYS[way](run)
-    with pytest.warns(UserWarning, match="the round that ended at step 10 was undone"):
+    with pytest.warns(UserWarning, match="the round that ended at step 10 was undone") as told:
         _train(again, 7, 6, broken_at=9)
+    assert [warning.filename for warning in told if "was undone" in str(warning.message)] == [__file__]
     assert again[2].history[-1].num_rollbacks == 1
     assert all(torch.isfinite(p).all() for p in again[0].parameters())
 

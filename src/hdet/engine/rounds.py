@@ -187,7 +187,7 @@ class RoundLoop:
         )
         distance, averaged = self.averager.end_round(step, verdict, self.values.multipliers(), last=last)
         for message in verdict.messages:
-            warnings.warn(message, stacklevel=5)
+            warnings.warn(message, stacklevel=4)
         if not verdict.messages:
             self.journal.say(verdict)
         if last:
