@@ -517,6 +517,51 @@ def test_faults_and_checkpoints_while_a_mean_is_on_its_way() -> None:
         assert all(result.values()), [name for name, ok in result.items() if not ok]
 
 
+def _undone_within_nodes(options: dict[str, Any], ends: bool) -> dict[str, Any]:
+    """A round that follows a mean of each node alone is broken: they go back to that, and are still apart."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    weights = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model = nn.ParameterList([weights])
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    averaging = Averaging(node_size=2, node_rounds=6, **options)
+    scheduler = Explorer(
+        model, optimizer, interval=T, gradients="local", total_steps=4 * T if ends else STEPS, averaging=averaging,
+        faults=Faults(rollback=True),
+    )  # fmt: skip
+    for step in range(1, 4 * T + 1):
+        weights.grad = weights.detach() - torch.from_numpy(_targets(step, count)[rank])
+        optimizer.step()
+        scheduler.step(1.0 if step <= 3 * T else math.nan)
+    own, apart = weights.tolist(), scheduler.weights_apart
+    seen = own
+    if not ends:
+        with scheduler.converged():
+            seen = weights.tolist()
+    scheduler.finish()
+    averaged = [record.averaged for record in scheduler.history]
+    return {"own": own, "apart": apart, "seen": seen, "end": weights.tolist(), "averaged": averaged}
+
+
+@pytest.mark.filterwarnings("ignore:the round that ended")
+@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
+def test_nodes_that_go_back_are_apart_and_know_it(options: dict[str, Any]) -> None:
+    found = launch(_undone_within_nodes, 4, options, False)
+    assert found[0]["averaged"] == ["all", "node", "node", "none"]
+    assert found[0]["own"] == found[1]["own"] != found[2]["own"] == found[3]["own"]
+    mean = np.mean([each["own"] for each in found], axis=0)
+    for each in found:
+        assert each["apart"]
+        np.testing.assert_allclose(each["seen"], mean, rtol=1e-12)
+        np.testing.assert_allclose(each["end"], mean, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:the round that ended")
+def test_a_last_round_that_is_undone_within_nodes_ends_with_one_model() -> None:
+    found = launch(_undone_within_nodes, 4, {}, True)
+    assert [each["end"] for each in found] == [found[0]["end"]] * 4
+    assert not any(each["apart"] for each in found)
+
+
 def _wrong_node() -> str:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -145,9 +145,14 @@ class Averager:
         Returns the largest distance of a replica from the mean, and whose mean was taken.
         """
         distance, averaged, healthy = 0.0, "none", verdict.healthy
+        shared = False
         if verdict.go_back:
             assert self.fallback is not None
             self.fallback.restore(self.weights, self.optimizer)
+            shared = self.fallback.is_shared
+            if last and not shared:  # nodes were apart
+                self.weights.average(np.ones(self.replicas.count, dtype=bool), step=step)
+                shared = True
             if not verdict.undoes:  # there was a climb to undo, and it is over
                 self.fallback.snapshot.forget()
                 self.fallback = None
@@ -162,9 +167,10 @@ class Averager:
                     return distance, averaged
             elif not healthy.all():
                 self.weights.repair(self.weights.local().values(), healthy, alike=True)
+            shared = averaged == "all"
             if verdict.keep:
-                self._keep()
-        self.place.end_round(step, shared=verdict.go_back or averaged == "all", last=last)
+                self._keep(shared=shared)
+        self.place.end_round(step, shared=shared, last=last)
         if verdict.new_anchor:
             assert self.anchor is not None
             self.anchor.renew(self.weights.anchored())
@@ -218,9 +224,9 @@ class Averager:
             self.weights.average_also(copies.copies[copies.differ_from :], everyone)
             copies.differ_from = None
 
-    def _keep(self) -> None:
+    def _keep(self, *, shared: bool) -> None:
         if self.fallback is not None:
-            self.fallback.keep(self.weights, self.optimizer)
+            self.fallback.keep(self.weights, self.optimizer, shared=shared or not self.apart)
 
     def spread_out(self, rho: Sequence[float]) -> None:
         """Eq. 11: from the centre to this replica's place on the line, by each param group's multiplier."""
@@ -237,7 +243,7 @@ class Averager:
         assert flight is not None
 
         def settle() -> None:
-            self._keep()
+            self._keep(shared=flight.count == self.replicas.count)
             self.spread_out(rho)
 
         self.weights.reshard()

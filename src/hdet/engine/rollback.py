@@ -55,6 +55,8 @@ class Fallback:
         self._num_rounds = 0
         self._loaded: dict[int, Tensor] | None = None
         self._told_of_steps = False
+        self.is_shared = True
+        """Whether what it goes back to is the same on all replicas."""
 
     def before_first_step(self, weights: Weights, optimizer: Optimizer) -> None:
         """Keep what training starts from; after a resume, the centre that was loaded."""
@@ -68,13 +70,17 @@ class Fallback:
         self._told_of_steps = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         self.snapshot.settle()
 
-    def keep(self, weights: Weights, optimizer: Optimizer) -> None:
-        """Go back to the present from now on; its copy may be made beside steps that this is told of."""
+    def keep(self, weights: Weights, optimizer: Optimizer, *, shared: bool) -> None:
+        """Go back to the present from now on, which all have in common where ``shared``.
+
+        Its copy may be made beside steps that this is told of.
+        """
         self._num_rounds += 1
         if self._num_rounds % self.every:
             return
         self.snapshot.take(weights.kept(), optimizer, beside=self._told_of_steps)
         self._told_of_steps = False
+        self.is_shared = shared
 
     def restore(self, weights: Weights, optimizer: Optimizer) -> None:
         """Go back."""
@@ -90,6 +96,7 @@ class Fallback:
     def restart(self, centre: Mapping[int, Tensor] | None, start: Start | None = None) -> None:
         """After a resume; ``centre``: the weights to go back to, where they are not those at hand."""
         self.snapshot.forget()
+        self.is_shared = True
         self._loaded = None if centre is None else {key: t.clone() for key, t in centre.items()}
         if start is not None:
             self._loaded = None

@@ -121,7 +121,7 @@ class Flight:
     def __init__(self, tensors: Iterable[Tensor], replicas: Replicas) -> None:
         self._tensors = [memory_view(t) for t in tensors if t.numel()]
         self._own = [t.clone() for t in self._tensors]
-        self._count = replicas.count
+        self.count = replicas.count
         self._buckets: list[_Bucket] = []
         for pieces, own in zip(buckets(self._tensors), buckets(self._own), strict=True):
             device, dtype = _kind(pieces[0])
@@ -143,7 +143,7 @@ class Flight:
             bucket.work.wait()
             for piece, total in zip(bucket.pieces, bucket.views, strict=True):
                 if piece.is_floating_point():
-                    torch.div(total, self._count, out=piece)
+                    torch.div(total, self.count, out=piece)
                 else:
                     piece.copy_(total)
         settle()
