@@ -40,6 +40,7 @@ class Averager:
         undoes: whether there is anything to undo.
         overlap: let a mean travel during the next step.
         node_size, node_rounds: average among so many replicas, and among all in every so many rounds only.
+        fragments: average one of so many parts of the weights a round.
         step: optimizer steps already taken.
     """
 
@@ -59,6 +60,7 @@ class Averager:
         overlap: bool = False,
         node_size: int | None = None,
         node_rounds: int = 1,
+        fragments: int = 1,
         step: int = 0,
     ) -> None:
         self.optimizer = optimizer
@@ -74,6 +76,7 @@ class Averager:
         self.fallback = fallback if undoes else None
         self.overlap = overlap
         self.node_rounds = node_rounds
+        self.fragments = fragments
         self._node = None
         if apart and node_rounds > 1:
             assert node_size is not None
@@ -188,12 +191,15 @@ class Averager:
         at_once = last or verdict.new_anchor or not begun or not healthy.all()
         wide = at_once or (verdict.index + 1) % self.node_rounds == 0
         node, averaged = (None, "all") if wide else (self._node, "node")
+        part = (0, 1)
+        if self.fragments > 1 and not at_once:
+            part, averaged = (verdict.index % self.fragments, self.fragments), "part"
         if self.overlap and not at_once:
             self._flight = self.weights.depart(node)
             return math.nan, averaged
         shares = self.outer.shares(verdict.losses, healthy)
         share = 1.0 if shares is None else float(shares[self.replicas.index])
-        distance = self.weights.average(healthy, step=step, share=share, node=node)
+        distance = self.weights.average(healthy, step=step, share=share, node=node, part=part)
         if self.optimizer_state == "average":
             self.weights.average_also(state_tensors(self.optimizer), healthy)
         elif self.optimizer_state == "reset":
