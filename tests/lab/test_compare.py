@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,16 @@ class AdamWScheduleFree(torch.optim.AdamW):
 
 
 @pytest.fixture
-def _stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "packages"
     folder.mkdir()
     for name, text in STUBS.items():
         (folder / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(folder))
+    yield
+    for name in STUBS:  # monkeypatch puts back what there was before, and leaves alone what has come since
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(autouse=True)
