@@ -529,13 +529,13 @@ def test_faults_and_checkpoints_while_a_mean_is_on_its_way() -> None:
         assert all(result.values()), [name for name, ok in result.items() if not ok]
 
 
-def _undone_within_nodes(options: dict[str, Any], ends: bool) -> dict[str, Any]:
+def _undone_within_nodes(options: dict[str, Any], ends: bool = False) -> dict[str, Any]:
     """A round that follows a mean of each node alone is broken: they go back to that, and are still apart."""
     rank, count = dist.get_rank(), dist.get_world_size()
     weights = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     model = nn.ParameterList([weights])
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    averaging = Averaging(node_size=2, node_rounds=6, **options)
+    averaging = Averaging(node_size=2, **options)
     scheduler = Explorer(
         model, optimizer, interval=T, gradients="local", total_steps=4 * T if ends else STEPS, averaging=averaging,
         faults=Faults(rollback=True),
@@ -555,10 +555,14 @@ def _undone_within_nodes(options: dict[str, Any], ends: bool) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:the round that ended")
-@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"node_rounds": 6}, {"node_rounds": 3}, {"node_rounds": 6, "overlap": True}], ids=str
+)
 def test_nodes_that_go_back_are_apart_and_know_it(options: dict[str, Any]) -> None:
-    found = launch(_undone_within_nodes, 4, options, False)
-    assert found[0]["averaged"] == ["all", "node", "node", "none"]
+    """To the copy before the last, of the second round, whatever the third has done."""
+    found = launch(_undone_within_nodes, 4, options)
+    third = "all" if options["node_rounds"] == 3 else "node"
+    assert found[0]["averaged"] == ["all", "node", third, "none"]
     assert found[0]["own"] == found[1]["own"] != found[2]["own"] == found[3]["own"]
     mean = np.mean([each["own"] for each in found], axis=0)
     for each in found:
@@ -569,7 +573,7 @@ def test_nodes_that_go_back_are_apart_and_know_it(options: dict[str, Any]) -> No
 
 @pytest.mark.filterwarnings("ignore:the round that ended")
 def test_a_last_round_that_is_undone_within_nodes_ends_with_one_model() -> None:
-    found = launch(_undone_within_nodes, 4, {}, True)
+    found = launch(_undone_within_nodes, 4, {"node_rounds": 6}, True)
     assert [each["end"] for each in found] == [found[0]["end"]] * 4
     assert not any(each["apart"] for each in found)
 

@@ -177,7 +177,7 @@ def _anchored() -> str:
 
 
 def test_on_the_line_it_is_refused() -> None:
-    assert "but got transport='int8'" in launch(_anchored, 2, timeout_s=60)[0]
+    assert "but got transport='int8', fragments=1" in launch(_anchored, 2, timeout_s=60)[0]
 
 
 def _one_forgets() -> str:

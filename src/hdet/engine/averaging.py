@@ -148,11 +148,9 @@ class Averager:
         Returns the largest distance of a replica from the mean, and whose mean was taken.
         """
         distance, averaged, healthy = 0.0, "none", verdict.healthy
-        shared = False
         if verdict.go_back:
             assert self.fallback is not None
-            self.fallback.restore(self.weights, self.optimizer)
-            shared = self.fallback.is_shared
+            shared = self.fallback.restore(self.weights, self.optimizer)
             if last and not shared:  # nodes were apart
                 self.weights.average(np.ones(self.replicas.count, dtype=bool), step=step)
                 shared = True

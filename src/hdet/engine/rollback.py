@@ -55,8 +55,6 @@ class Fallback:
         self._num_rounds = 0
         self._loaded: dict[int, Tensor] | None = None
         self._told_of_steps = False
-        self.is_shared = True
-        """Whether what it goes back to is the same on all replicas."""
 
     def before_first_step(self, weights: Weights, optimizer: Optimizer) -> None:
         """Keep what training starts from; after a resume, the centre that was loaded."""
@@ -78,13 +76,13 @@ class Fallback:
         self._num_rounds += 1
         if self._num_rounds % self.every:
             return
-        self.snapshot.take(weights.kept(), optimizer, beside=self._told_of_steps)
+        self.snapshot.take(weights.kept(), optimizer, beside=self._told_of_steps, shared=shared)
         self._told_of_steps = False
-        self.is_shared = shared
 
-    def restore(self, weights: Weights, optimizer: Optimizer) -> None:
-        """Go back."""
+    def restore(self, weights: Weights, optimizer: Optimizer) -> bool:
+        """Go back. Whether all replicas are at the same place then."""
         self.snapshot.restore(weights.kept(), optimizer)
+        return self.snapshot.is_shared
 
     def add(self, weights: Weights) -> None:
         """Parameters that join in mid-run go back to where they are now."""
@@ -96,7 +94,6 @@ class Fallback:
     def restart(self, centre: Mapping[int, Tensor] | None, start: Start | None = None) -> None:
         """After a resume; ``centre``: the weights to go back to, where they are not those at hand."""
         self.snapshot.forget()
-        self.is_shared = True
         self._loaded = None if centre is None else {key: t.clone() for key, t in centre.items()}
         if start is not None:
             self._loaded = None

@@ -41,7 +41,7 @@ class Snapshot:
         found = self._proven or self._last
         tensors = {} if found is None else {key: t.clone() for key, t in found.tensors.items()}
         state = {} if found is None else found.whole_state()
-        return {"device": self.device, "tensors": tensors, "state": state}
+        return {"device": self.device, "tensors": tensors, "state": state}  # copies are made of one process alone
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         Snapshot.__init__(self, state["device"])
@@ -57,6 +57,12 @@ class Snapshot:
         """Tensors by key, and optimizer state by parameter, that :meth:`restore` would bring back; None without any."""
         found = self._proven or self._last
         return None if found is None else (found.tensors, found.whole_state())
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether what :meth:`restore` would bring back is the same on all replicas."""
+        found = self._proven or self._last
+        return found is None or found.shared
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[int, Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
@@ -75,7 +81,7 @@ class Snapshot:
         self._aside.settle()
 
     @torch.no_grad()
-    def take(self, tensors: Tensors, optimizer: Optimizer, *, beside: bool = False) -> None:
+    def take(self, tensors: Tensors, optimizer: Optimizer, *, beside: bool = False, shared: bool = True) -> None:
         """Copy the present; what was the last copy before is proven now, and the oldest is overwritten.
 
         Args:
@@ -83,6 +89,7 @@ class Snapshot:
             optimizer: its state is copied too.
             beside: copy the state from CUDA devices to the host beside what they do next, up to :meth:`settle`. Never
                 the tensors: others than the optimizer write them, e.g. whoever swaps averaged weights in to evaluate.
+            shared: whether all replicas are copying the same.
         """
         self.settle()
         reused, self._proven = self._proven, self._last or self._proven
@@ -95,7 +102,7 @@ class Snapshot:
                 index: {name: self._kept(old.state.get(index, {}).get(name), value) for name, value in values.items()}
                 for index, values in live.items()
             }
-        self._last = _Copy(kept, state, homes)
+        self._last = _Copy(kept, state, homes, shared)
 
     def add(self, tensors: Mapping[int, Tensor]) -> None:
         """Put what the copies do not hold yet into them, as it is now: parameters that join in mid-run."""
@@ -157,6 +164,7 @@ class _Copy(NamedTuple):
     tensors: dict[int, Tensor]
     state: dict[int, dict[str, Any]]
     homes: dict[tuple[int, str], _Home]
+    shared: bool = True
 
     def whole_state(self) -> dict[int, dict[str, Any]]:
         """The optimizer's state as it was, on its device and mesh."""
