@@ -171,7 +171,7 @@ def test_where_it_cannot_be_used_it_is_refused() -> None:
 def _anchored() -> str:
     model = DistributedDataParallel(nn.Linear(2, 2))
     schedule = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r'transport must be "full" and fragments 1 where rounds start on the line') as caught:
+    with pytest.raises(ValueError, match=r'transport must be "full" and fragments 1 where rounds start') as caught:
         AutoLR(schedule, model=model, signal="loss", adapt=Adapt(spread=0.1), averaging=Averaging(transport="int8"))
     return str(caught.value)
 
