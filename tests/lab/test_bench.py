@@ -340,3 +340,22 @@ def test_workers_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_mistakes_are_said_in_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         command.main(arguments)
+
+
+def test_seeds_are_added_to_what_is_there(tmp_path: Path) -> None:
+    def run(out: Path, seeds: tuple[int, ...]) -> dict[str, Any]:
+        runner = Runner(out, [Entry("tabular", "B", STEPS, task="quadratic")], ("grid", "dog"), seeds)
+        runner._open["quadratic"] = (SMALL, {"git_commit": f"of {len(seeds)}"})
+        assert runner.run() == []
+        return {name: json.loads((out / "tabular" / f"{name}.json").read_text()) for name in ("grid", "dog")}
+
+    run(tmp_path / "parts", (0,))
+    parts, whole = run(tmp_path / "parts", (0, 1)), run(tmp_path / "whole", (0, 1))
+    for method in ("grid", "dog"):
+        losses = [
+            {(r["lr"], r["schedule"], r["seed"]): r["loss"] for r in each[method]["runs"]} for each in (parts, whole)
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+        assert parts[method]["config"] == whole[method]["config"]
+        assert [fact["git_commit"] for fact in parts[method]["facts"]] == ["of 1", "of 2"]
+    assert run(tmp_path / "parts", (1,)) == parts  # nothing is left to run

@@ -40,13 +40,14 @@ SCHEDULE_FREE_LR = 0.0025
 NUM_WORKERS = 4
 HALVING_LRS = [half_decade(index) for index in range(-9, -1)]
 _FINDER_RANGE = (1e-7, 10.0)
+_ALL_INDICES = range(-20, 11)
 
 
 def run_method(bench: Bench, method: str) -> Records:
     """All runs of a method on the task of ``bench``."""
     steps = bench.steps
     plain: dict[str, Callable[[], Records]] = {
-        "grid": lambda: _grid(bench, bench.entry.optimizer, SHAPES, bench.seeds, bench.entry.optimizer),
+        "grid": lambda: _grid(bench, bench.entry.optimizer, SHAPES, bench.entry.optimizer),
         "autolr": lambda: bench.train(_auto(bench), bench.entry.optimizer),
         "adamw-grid": lambda: _calibrate(bench, "adamw", "adamw"),
         "nadamw-grid": lambda: _calibrate(bench, "nadamw", _nadamw()),
@@ -61,9 +62,7 @@ def run_method(bench: Bench, method: str) -> Records:
         "schedule-free": lambda: bench.train(
             _fixed(bench.seeds, [SCHEDULE_FREE_LR], ["constant"]), ScheduleFree(steps // 10)
         ),
-        "schedule-free-grid": lambda: _grid(
-            bench, ScheduleFree(steps // 10), ["constant"], bench.seeds, "schedule-free"
-        ),
+        "schedule-free-grid": lambda: _grid(bench, ScheduleFree(steps // 10), ["constant"], "schedule-free"),
         "schedule-free-autolr": lambda: bench.train(_auto(bench), ScheduleFree()),
         "finder": lambda: _finder(bench),
         "halving": lambda: _halving(bench),
@@ -103,19 +102,24 @@ def _calibrate(bench: Bench, name: str, optimizer: str | Rule) -> Records:
 # -- grids ----------------------------------------------------------------------------------------------------------
 
 
-def _grid(bench: Bench, optimizer: str | Rule, shapes: Sequence[str], seeds: Sequence[int], name: str) -> Records:
-    def train(indices: Sequence[int], first: bool) -> Records:
-        runs = _fixed(seeds, [half_decade(index) for index in indices], shapes)
-        return [{**record, "in_first_grid": first} for record in bench.train(runs, optimizer)]
+def _grid(bench: Bench, optimizer: str | Rule, shapes: Sequence[str], name: str) -> Records:
+    first = GRIDS[name]
 
-    indices = list(GRIDS[name])
-    records = train(indices, True)
+    def train(indices: Sequence[int], seeds: Sequence[int]) -> Records:
+        lrs = {half_decade(index): index in first for index in indices}
+        records = bench.train(_fixed(seeds, lrs, shapes), optimizer)
+        return [{**record, "in_first_grid": lrs[record["lr"]]} for record in records]
+
+    before = {record["lr"] for record in bench.earlier}
+    indices = [index for index in _ALL_INDICES if half_decade(index) in before] or list(first)
+    records = train(indices, bench.seeds)
+    everyone = sorted({record["seed"] for record in bench.earlier} | set(bench.seeds))
     for _ in range(MAX_EXTENSIONS):
-        more = extension(indices, best_lr(records))
+        more = extension(indices, best_lr([*bench.earlier, *records]))
         if not more:
             break
         indices = sorted(indices + more)
-        records += train(more, False)
+        records += train(more, everyone)
     return records
 
 
@@ -123,8 +127,8 @@ def best_lr(records: Records) -> float:
     """The learning rate of the condition with the lowest mean loss over seeds."""
     losses: dict[tuple[str, float], list[float]] = {}
     for record in records:
-        loss = record["loss"]
-        losses.setdefault((record["schedule"], record["lr"]), []).append(loss if math.isfinite(loss) else math.inf)
+        loss = math.inf if record["loss"] is None else record["loss"]
+        losses.setdefault((record["schedule"], record["lr"]), []).append(loss)
     return min(losses, key=lambda condition: mean(losses[condition]))[1]
 
 

@@ -82,8 +82,10 @@ def _merge(files: list[dict[str, Any]]) -> dict[str, Any]:
     methods: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     for file in files:
-        method, fact = file["config"]["method"], {key: file[key] for key in FACTS if key in file}
-        facts += [] if fact in facts else [fact]
+        method = file["config"]["method"]
+        for known in file["facts"]:
+            fact = {key: known[key] for key in FACTS if key in known}
+            facts += [] if fact in facts else [fact]
         methods[method] = list(_compact(method, file["runs"]))
         defaults |= file["defaults"]
     first = {"name": config["entry"], **{key: config[key] for key in ("half", "task", "optimizer", "steps")}}

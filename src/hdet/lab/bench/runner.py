@@ -1,6 +1,7 @@
 """Runs the suite: one JSON file for each method on each task, what is finished is skipped, processes share the work.
 
-Several processes may work on the same folder: each claims a job with a file of its own before it starts.
+Several processes may work on the same folder: each claims a job with a file of its own before it starts. Where a file
+lacks seeds, they are added to it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from hdet.command_line import UsageError
 from hdet.lab.bench.methods import run_method
 from hdet.lab.bench.statistics import choose_default
-from hdet.lab.bench.suite import CALIBRATIONS, ENTRIES, Entry, Job, jobs
+from hdet.lab.bench.suite import CALIBRATIONS, ENTRIES, NUM_CALIBRATION_SEEDS, Entry, Job, jobs
 from hdet.lab.bench.train import Bench
 from hdet.lab.runs import provenance
 from hdet.lab.runs.folder import plain
@@ -91,9 +92,20 @@ class Runner:
         return chosen | {"method": job.method, "steps": self._steps(entry), "seeds": list(self.seeds)}
 
     def is_done(self, job: Job) -> bool:
-        """Whether the records of the job are there, with the same settings."""
+        """Whether the records of the job are there, with the same settings and all seeds."""
+        return not self._seeds_left(job, self._earlier(job))
+
+    def _earlier(self, job: Job) -> dict[str, Any] | None:
+        """The job's records, of some seeds or all; None where there are none with the same settings."""
         path = self.path(job)
-        return path.exists() and json.loads(path.read_text())["config"] == self.config(job)
+        if not path.exists():
+            return None
+        record: dict[str, Any] = json.loads(path.read_text())
+        return record if record["config"] | {"seeds": list(self.seeds)} == self.config(job) else None
+
+    def _seeds_left(self, job: Job, earlier: dict[str, Any] | None) -> list[int]:
+        seeds = self.seeds[:NUM_CALIBRATION_SEEDS] if job.method in CALIBRATIONS.values() else self.seeds
+        return [seed for seed in seeds if earlier is None or seed not in earlier["config"]["seeds"]]
 
     def has_failed(self, job: Job) -> bool:
         """Whether a process has tried in vain."""
@@ -115,9 +127,7 @@ class Runner:
         try:
             if self.is_done(job) or self.has_failed(job):  # another process was faster
                 return None
-            begun = time.perf_counter()
             record = self._run(job)
-            record["seconds"] = round(time.perf_counter() - begun, 1)
             write(path, record)
             self.tell(f"{job.name}: {len(record['runs'])} runs in {record['seconds']:.0f} s")
         except Exception as error:
@@ -135,10 +145,27 @@ class Runner:
 
     def _run(self, job: Job) -> dict[str, Any]:
         task, facts = self._task(job.entry)
-        defaults = {job.method: self.default(CALIBRATIONS[job.method])} if job.method in CALIBRATIONS else {}
-        bench = Bench(job.entry, task, self.seeds, self._steps(job.entry), self.device, defaults)
-        runs = run_method(bench, job.method)
-        return {"config": self.config(job), "defaults": defaults, **facts, "runs": runs}
+        earlier = self._earlier(job) or {
+            "config": {"seeds": []},
+            "defaults": {},
+            "facts": [],
+            "runs": [],
+            "seconds": 0.0,
+        }
+        defaults = earlier["defaults"]
+        if job.method in CALIBRATIONS and not defaults:
+            defaults = {job.method: self.default(CALIBRATIONS[job.method])}
+        seeds = self._seeds_left(job, earlier)
+        bench = Bench(job.entry, task, seeds, self._steps(job.entry), self.device, defaults, earlier["runs"])
+        begun = time.perf_counter()
+        runs = earlier["runs"] + run_method(bench, job.method)
+        return {
+            "config": self.config(job) | {"seeds": sorted({*earlier["config"]["seeds"], *self.seeds})},
+            "defaults": defaults,
+            "facts": earlier["facts"] + [facts] * (facts not in earlier["facts"]),
+            "runs": runs,
+            "seconds": round(earlier["seconds"] + time.perf_counter() - begun, 1),
+        }
 
     def _task(self, entry: Entry) -> tuple[Task, dict[str, Any]]:
         name = entry.task_name

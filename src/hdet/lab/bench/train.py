@@ -36,6 +36,7 @@ class Bench:
         steps: of a run.
         device: where to train.
         defaults: method to schedule and learning rate, chosen on half A.
+        earlier: the method's records of other seeds.
     """
 
     entry: Entry
@@ -44,6 +45,7 @@ class Bench:
     steps: int
     device: str = "cpu"
     defaults: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    earlier: Sequence[dict[str, Any]] = ()
 
     @property
     def has_statistics(self) -> bool:
