@@ -18,6 +18,7 @@ from hdet.lab.tasks import (
     FashionDiffusionTask,
     FashionTask,
     FashionViTTask,
+    FashionWideTask,
     FeedTask,
     FineTuneTask,
     QuadraticTask,
@@ -26,7 +27,10 @@ from hdet.lab.tasks import (
     fashion_batch_8,
     fashion_batch_1024,
     finetune_gpt,
+    finetune_gpt_10m,
     finetune_lora,
+    finetune_lora_10m,
+    linear_raw,
     shakespeare_gpt,
     shakespeare_gpt_10m,
     shakespeare_lstm,
@@ -158,9 +162,9 @@ def small_finetune(folder: Path, make: Callable[..., FineTuneTask] = finetune_gp
     return make(folder, code=code, pretraining=Pretraining(steps=12), sha256=None, **SMALL)
 
 
-def small_tabular(folder: Path, make: Callable[..., Task]) -> Task:
+def small_tabular(folder: Path, make: Callable[..., Task], widths: tuple[int, ...] = (8, 8)) -> Task:
     write_tables(folder)
-    return make(folder, check=False, batch_rows=12, widths=(8, 8))
+    return make(folder, check=False, batch_rows=12, widths=widths)
 
 
 @cache
@@ -188,15 +192,19 @@ SMALL_TASKS: dict[str, Callable[[Path], Task]] = {
     "lstm": lambda folder: small_shakespeare(folder, shakespeare_lstm, context=8, width=8),
     "finetune-gpt": lambda folder: small_finetune(folder, finetune_gpt),
     "finetune-lora": lambda folder: small_finetune(folder, partial(finetune_lora, rank=2)),
+    "finetune-gpt-10m": lambda folder: small_finetune(folder, finetune_gpt_10m),
+    "finetune-lora-10m": lambda folder: small_finetune(folder, partial(finetune_lora_10m, rank=2)),
     "feed": small_feed,
     "fashion": small_fashion,
     "fashion-batch-8": lambda folder: small_fashion(folder, fashion_batch_8),
     "fashion-batch-1024": lambda folder: small_fashion(folder, fashion_batch_1024),
     "fashion-vit": small_vit,
+    "fashion-wide": lambda folder: small_fashion(folder, FashionWideTask),
     "fashion-diffusion": small_diffusion,
     "tabular": lambda folder: small_tabular(folder, tabular_classes),
     "tabular-regression": lambda folder: small_tabular(folder, tabular_regression),
     "tabular-regression-raw": lambda folder: small_tabular(folder, tabular_regression_raw),
+    "linear-raw": lambda folder: small_tabular(folder, linear_raw, widths=()),
     "quadratic": lambda folder: QuadraticTask(dimension=7, batch_rows=12, num_rows=50),
     "wave": small_example,
 }

@@ -11,11 +11,18 @@ from hdet.lab.tasks.code import code_gpt
 from hdet.lab.tasks.diffusion import FashionDiffusionTask
 from hdet.lab.tasks.fashion import FashionTask, fashion_batch_8, fashion_batch_1024
 from hdet.lab.tasks.fashion_vit import FashionViTTask
+from hdet.lab.tasks.fashion_wide import FashionWideTask
 from hdet.lab.tasks.feed import FeedTask
-from hdet.lab.tasks.finetune import FineTuneTask, finetune_gpt, finetune_lora
+from hdet.lab.tasks.finetune import (
+    FineTuneTask,
+    finetune_gpt,
+    finetune_gpt_10m,
+    finetune_lora,
+    finetune_lora_10m,
+)
 from hdet.lab.tasks.quadratic import QuadraticTask
 from hdet.lab.tasks.recurrent import LSTMTask, shakespeare_lstm
-from hdet.lab.tasks.tabular import TabularTask, tabular_classes, tabular_regression, tabular_regression_raw
+from hdet.lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
 from hdet.lab.tasks.text import TextTask, shakespeare_gpt, shakespeare_gpt_10m, stdlib_gpt
 from hdet.lab.tasks.words import word_gpt
 
@@ -25,6 +32,7 @@ __all__ = [
     "FashionDiffusionTask",
     "FashionTask",
     "FashionViTTask",
+    "FashionWideTask",
     "FeedTask",
     "FineTuneTask",
     "LSTMTask",
@@ -37,7 +45,10 @@ __all__ = [
     "fashion_batch_8",
     "fashion_batch_1024",
     "finetune_gpt",
+    "finetune_gpt_10m",
     "finetune_lora",
+    "finetune_lora_10m",
+    "linear_raw",
     "load_task",
     "shakespeare_gpt",
     "shakespeare_gpt_10m",
@@ -59,15 +70,19 @@ TASKS: dict[str, Callable[..., Task]] = {
     "lstm": shakespeare_lstm,
     "finetune-gpt": finetune_gpt,
     "finetune-lora": finetune_lora,
+    "finetune-gpt-10m": finetune_gpt_10m,
+    "finetune-lora-10m": finetune_lora_10m,
     "feed": FeedTask,
     "fashion": FashionTask,
     "fashion-batch-8": fashion_batch_8,
     "fashion-batch-1024": fashion_batch_1024,
     "fashion-vit": FashionViTTask,
+    "fashion-wide": FashionWideTask,
     "fashion-diffusion": FashionDiffusionTask,
     "tabular": tabular_classes,
     "tabular-regression": tabular_regression,
     "tabular-regression-raw": tabular_regression_raw,
+    "linear-raw": linear_raw,
     "quadratic": lambda data, **options: QuadraticTask(**options),
 }
 """Name to what makes the task from the data folder and options. A new task is a new entry."""

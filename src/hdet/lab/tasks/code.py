@@ -27,7 +27,19 @@ WHEELS = {
     "werkzeug-3.1.3-py3-none-any.whl": "54b78bf3716d19a65be4fceccc0d1d7b89e608834989dfae50ea87564639213e",
 }
 """File name to SHA-256, as the Python Package Index has them."""
+LARGE_WHEELS = {
+    "diffusers-0.31.0-py3-none-any.whl": "cbc498ae63f4abfc7c3a07649cdcbee229ef2f9a9a1f0d19c9bbaf22f8d30c1f",
+    "Django-5.1.3-py3-none-any.whl": "8b38a9a12da3ae00cb0ba72da985ec4b14de6345046b1e174b1fd7254398f818",
+    "jax-0.4.35-py3-none-any.whl": "fa99e909a31424abfec750019a6dd36f6acc18a6e7d40e2c0086b932cc351325",
+    "keras-3.6.0-py3-none-any.whl": "49585e4577f6e86bd890d96dfbcb1890f5bab5967ef831c07fd63f9d86e4bfe9",
+    "networkx-3.4.2-py3-none-any.whl": "df5d4365b724cf81b8c6a7312509d0c22386097011ad1abe274afd5e9d3bbc5f",
+    "pygments-2.18.0-py3-none-any.whl": "b8e6aca0523f3ab76fee51799c488e38782ac06eafcf95e7ba832985c8e7b13a",
+    "sympy-1.13.3-py3-none-any.whl": "54612cf55a62755ee71824ce692986f23c88ffa77207b30c1368eda4a7060f73",
+    "transformers-4.46.3-py3-none-any.whl": "a12ef6f52841fd190a3e5602145b542d03507222f2c64ebb7ee92e8788093aef",
+}
+"""For models that would learn :data:`WHEELS` by heart."""
 TEXT_SHA256 = "50f3b9f9d48d302f2846671d466757628b8536c616ecdc3849a597cfb32d0688"
+LARGE_TEXT_SHA256 = "4dc9794d9efa40fcf46c121a2f0c9ba221f1043d454fec8dee7ceae8d8169713"
 
 
 def code_gpt(

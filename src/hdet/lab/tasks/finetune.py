@@ -16,6 +16,7 @@ from hdet.lab.tasks.pretrained import Pretraining, pretrained
 from hdet.lab.tasks.text import SHAKESPEARE_SHA256, TextTask, read_shakespeare
 
 SIZES = {"context": 64, "num_layers": 3, "width": 96, "num_heads": 4}
+SIZES_10M = {"context": 128, "num_layers": 6, "width": 384, "num_heads": 6}
 
 
 class FineTuneTask(TextTask):
@@ -84,3 +85,14 @@ def finetune_gpt(
 def finetune_lora(data: str | Path = "data", *, rank: int = 8, **options: Any) -> FineTuneTask:
     """:func:`finetune_gpt` with LoRA on every matrix of the blocks: 37k parameters at rank 8, alpha 16."""
     return finetune_gpt(data, name="finetune-lora", rank=rank, **options)
+
+
+def finetune_gpt_10m(data: str | Path = "data", *, name: str = "finetune-gpt-10m", **options: Any) -> FineTuneTask:
+    """:func:`finetune_gpt` with a model of 10.8M parameters, batches of 8 and a context of 128. Wants a GPU."""
+    how = Pretraining(steps=2000, lr=1e-3)
+    return finetune_gpt(data, name=name, **{"batch_rows": 8, "pretraining": how, **SIZES_10M, **options})
+
+
+def finetune_lora_10m(data: str | Path = "data", *, rank: int = 8, **options: Any) -> FineTuneTask:
+    """:func:`finetune_gpt_10m` with LoRA."""
+    return finetune_gpt_10m(data, name="finetune-lora-10m", rank=rank, **options)

@@ -134,6 +134,12 @@ def tabular_regression_raw(data: str | Path = "data", *, check: bool = True, **s
     return _diabetes("tabular-regression-raw", data, check=check, standardise=False, **sizes)
 
 
+def linear_raw(data: str | Path = "data", *, check: bool = True, **sizes: Any) -> TabularTask:
+    """:func:`tabular_regression_raw` with a linear model, whose weights have far to go: its learning rate is large."""
+    linear = {"widths": (), "standardise": False}
+    return _diabetes("linear-raw", data, check=check, **{**linear, **sizes})
+
+
 def read_table(data: Path, name: str, *, delimiter: str | None = None, check: bool = True) -> NDArray[np.float32]:
     """The numbers in ``<data>/tabular/<name>``, or in the file of that name that scikit-learn ships."""
     path = data / "tabular" / name
