@@ -37,6 +37,7 @@ from held_out_data import SPLITS, TASKS, Data
 
 LRS, DECAYS = (3e-4, 1e-3, 3e-3), (0.0, 0.1, 1.0, 3.0)
 STARTS = ((1e-8, 0.0), (1e-3, 0.01), (1.0, 1.0))
+KINDS = ("fixed", "plain", "probe", "learn")
 DEFAULTS = (1e-3, 0.01)
 """AdamW's own."""
 
@@ -199,8 +200,12 @@ def runs_of(options: argparse.Namespace) -> Iterable[Run]:
     kinds = [("fixed", *pair) for pair in itertools.product(options.lrs, options.decays)]
     kinds = [*(("learn", *start) for start in STARTS), ("plain", *DEFAULTS), ("probe", *DEFAULTS), *kinds]
     for seed in options.seeds:
-        for kind, lr, decay in kinds:
+        for kind, lr, decay in (each for each in kinds if each[0] in options.kinds):
             yield Run(options.task, str(options.data), options.size, options.device, steps, kind, lr, decay, seed)
+
+
+def key_of(run: dict[str, Any]) -> tuple[float, float, int]:
+    return run["lr"], run["weight_decay"], run["seed"]
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -230,7 +235,8 @@ def main() -> None:
     parser.add_argument("--lrs", type=float, nargs="+", default=list(LRS))
     parser.add_argument("--decays", type=float, nargs="+", default=list(DECAYS))
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--grid", type=Path, help="take the fixed runs from this record, which is of the same data")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--grid", type=Path, help="take the fixed runs that this record has, which is of the same data")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     data = TASKS[options.task](options.data, options.size)
@@ -267,8 +273,10 @@ def main() -> None:
         if old["provenance"]["data_sha256"] != record["provenance"]["data_sha256"]:
             raise SystemExit(f"{options.grid} is of other data")
         record["provenance"]["grid_commit"] = old["provenance"].get("grid_commit", old["provenance"]["git_commit"])
-        record["runs"] = [run for run in old["runs"] if run["kind"] == "fixed" and run["seed"] in options.seeds]
-        grid = []
+        wanted = {(run.lr, run.weight_decay, run.seed) for run in grid}
+        record["runs"] = [run for run in old["runs"] if run["kind"] == "fixed" and key_of(run) in wanted]
+        have = {key_of(run) for run in record["runs"]}
+        grid = [run for run in grid if (run.lr, run.weight_decay, run.seed) not in have]
     with ProcessPoolExecutor(options.workers, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
         waiting: dict[Future[Any], list[Run]] = {}
         if grid:
