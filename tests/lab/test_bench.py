@@ -14,11 +14,12 @@ import torch
 from hdet import AutoLR
 from hdet.command_line import UsageError
 from hdet.lab.bench import runner as runner_module
+from hdet.lab.bench.held_out import HeldBack
 from hdet.lab.bench.methods import HALVING_LRS, extension, found_lr, run_method
 from hdet.lab.bench.pages import make_pages, render, said_of
 from hdet.lab.bench.records import gather, load
 from hdet.lab.bench.runner import Runner, take_claim
-from hdet.lab.bench.suite import BY_NAME, ENTRIES, METHODS, Entry, half_decade, jobs
+from hdet.lab.bench.suite import BY_NAME, ENTRIES, METHODS, NOTHING_SET, Entry, half_decade, jobs
 from hdet.lab.bench.summary import duel, over_tasks, summarize, verdict
 from hdet.lab.bench.train import Bench, Whole, thinned
 from hdet.lab.commands import bench as command
@@ -26,6 +27,8 @@ from hdet.lab.recipes import ADAM_BETAS
 from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks.base import batch_of, split_rows
 from hdet.lab.tasks.quadratic import QuadraticTask
+from hdet.lab.tasks.text import TextTask
+from small_tasks import SMALL_TASKS
 
 ROOT = Path(__file__).parents[2]
 STEPS, CLIMB_STEPS = 60, 100
@@ -125,6 +128,43 @@ def test_autolr_of_the_benchmark_is_that_of_a_plain_loop(start: float) -> None:
         scheduler.step(loss)
     record = next(r for r in run_method(make_bench(steps=CLIMB_STEPS), "autolr") if (r["lr"], r["seed"]) == (start, 0))
     assert record["loss"] == pytest.approx(SMALL.evaluate(model)["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["tabular", "fashion", "fashion-diffusion", "feed", "shakespeare-gpt", "lstm", "wave"])
+def test_autolr_with_a_probe_never_trains_on_what_it_probes(name: str, tmp_path: Path) -> None:
+    task = SMALL_TASKS[name](tmp_path)
+    data = HeldBack(task)
+    assert torch.equal(data.probe_rows, HeldBack(task).probe_rows)
+    assert data.is_held(data.probe_rows).all()
+    for step in range(10):
+        for seed in (0, 1):
+            before, after = task.rows(step, seed=seed), data.rows(step, seed=seed)
+            assert not data.is_held(after).any()
+            assert torch.equal(before == after, ~data.is_held(before))
+            assert not set(after.tolist()) & set(task.validation_rows.tolist())
+
+
+def test_of_a_text_no_letter_is_trained_on_and_probed() -> None:
+    data = HeldBack(TextTask("text", torch.arange(4000) % 7, 7, context=16, batch_rows=8))
+    last = max(int(data.rows(step, seed=0).max()) for step in range(3000)) + 16
+    assert last == int(data.probe_rows.min()) - 1
+
+
+def test_pictures_are_held_back_in_all_their_variants(tmp_path: Path) -> None:
+    data = HeldBack(SMALL_TASKS["fashion"](tmp_path))
+    assert len(data.probe_rows) == 4  # of 40
+    for variant in range(3):
+        assert data.is_held(data.probe_rows + variant * 50).all()
+
+
+def test_autolr_with_a_probe_says_what_it_found() -> None:
+    records = run_method(make_bench(steps=CLIMB_STEPS), "autolr-held-out")
+    assert {record["lr"] for record in records} == {1e-8, 1e-4, 1e-2}
+    for record in records:
+        assert record["weight_decay"] > 0
+        assert record["num_held_back"] == 26  # of 256
+        assert record["curve"][-1][0] == CLIMB_STEPS
+    assert "autolr-held-out" not in NOTHING_SET  # it has held-out data, which others do not ask for
 
 
 def test_parts_of_a_sweep_change_nothing() -> None:

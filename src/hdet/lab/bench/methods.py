@@ -3,6 +3,9 @@
 - ``grid``: fixed learning rates by half-decades under one-cycle, cosine and WSD; it grows where the best is at an edge.
   Adam here and everywhere below, where nothing else is said, with betas 0.9 and 0.95.
 - ``autolr``: ``AutoLR(optimizer, total_steps=N)``, from each start.
+- ``autolr-held-out``: the same around AdamW, with ``probe=`` and ``weight_decay="learn"`` from 0.1, in a plain loop.
+  The probe has a tenth of the training rows, which are not trained on: rows at random, of a text its last tenth. Other
+  training rows stand in for them.
 - ``adamw``, ``nadamw``: weight decay 0.1, the latter with betas 0.9 and 0.999; one schedule and learning rate for all
   tasks, the best of the grid on the mean over half A (first seed).
 - ``prodigy`` (with its safeguard for warm-ups), ``d-adaptation``: betas 0.9 and 0.999; ``mechanic`` around Adam. All
@@ -25,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from hdet.lab.bench.held_out import run_held_out
 from hdet.lab.bench.statistics import mean
 from hdet.lab.bench.suite import GRIDS, NUM_CALIBRATION_SEEDS, SHAPES, STARTS, half_decade
 from hdet.lab.bench.train import Bench, Whole
@@ -49,6 +53,7 @@ def run_method(bench: Bench, method: str) -> Records:
     plain: dict[str, Callable[[], Records]] = {
         "grid": lambda: _grid(bench, bench.entry.optimizer, SHAPES, bench.entry.optimizer),
         "autolr": lambda: bench.train(_auto(bench), bench.entry.optimizer),
+        "autolr-held-out": lambda: run_held_out(bench),
         "adamw-grid": lambda: _calibrate(bench, "adamw", "adamw"),
         "nadamw-grid": lambda: _calibrate(bench, "nadamw", _nadamw()),
         "adamw": lambda: bench.train(_at_default(bench, "adamw"), "adamw"),

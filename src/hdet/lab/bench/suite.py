@@ -90,6 +90,7 @@ DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadra
 MethodName = Literal[
     "grid", "autolr", "adamw-grid", "adamw", "prodigy", "schedule-free", "schedule-free-grid", "d-adaptation",
     "finder", "halving", "nadamw-grid", "nadamw", "mechanic", "dog", "schedule-free-autolr", "population",
+    "autolr-held-out",
 ]  # fmt: skip
 CALIBRATIONS: dict[str, str] = {"adamw": "adamw-grid", "nadamw": "nadamw-grid"}
 """Methods at one default for all tasks, and the grid on half A that it is chosen from."""
@@ -103,7 +104,7 @@ OF_ANY_OPTIMIZER = ("grid", "autolr")
 _RANKS: dict[str, int] = {
     "adamw-grid": 0, "grid": 1, "autolr": 1, "adamw": 1, "prodigy": 1, "schedule-free": 1, "schedule-free-grid": 3,
     "d-adaptation": 3, "finder": 3, "halving": 3, "nadamw-grid": 3, "nadamw": 4, "mechanic": 4, "dog": 4,
-    "schedule-free-autolr": 4, "population": 5,
+    "schedule-free-autolr": 4, "population": 5, "autolr-held-out": 5,
 }  # fmt: skip
 METHODS = tuple(_RANKS)
 

@@ -26,6 +26,7 @@ SLACK = 0.01
 FACTORS = (1.0, 1.25, 1.5, 2.0, 4.0)
 LABELS = {
     "autolr": "AutoLR, mean of its starts",
+    "autolr-held-out": "AutoLR with `probe=` and learned weight decay, 10% of the training rows held back",
     "adamw": "AdamW at one default",
     "nadamw": "NAdamW at one default",
     "prodigy": "Prodigy",
@@ -40,7 +41,7 @@ LABELS = {
     "population": "population-based training",
     **{f"search-{size}": f"random search of {size}" for size in SWEEP_SIZES},
 }
-COMPUTE = {"population": "4", **{f"search-{size}": str(size) for size in SWEEP_SIZES}}
+COMPUTE = {"autolr-held-out": "1", "population": "4", **{f"search-{size}": str(size) for size in SWEEP_SIZES}}
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def summarize(record: Record) -> TaskSummary | None:
     found = TaskSummary(record, seeds, best)
     for method in record.methods:
         conditions = record.losses(method)
-        if method in ("autolr", "schedule-free-autolr"):
+        if method in ("autolr", "autolr-held-out", "schedule-free-autolr"):
             shares = {lr: excess([losses.get(seed, math.inf) for seed in seeds], best)
                       for (_, lr), losses in conditions.items()}  # fmt: skip
             found.excess[method] = [mean(column) for column in zip(*shares.values(), strict=True)]

@@ -94,16 +94,23 @@ class Watch:
         rows = bench.task.validation_rows
         num = min(max(2 * bench.task.batch_rows, MIN_WATCHED), MAX_WATCHED, len(rows))
         self._rows = rows[torch.linspace(0, len(rows) - 1, num).long()]
-        self._task, self._batches = bench.task, list[Batch]()
+        self._task = bench.task
         self._spent = spent
         self._steps = {max(1, round(steps * point / NUM_POINTS)) for point in range(1, NUM_POINTS + 1)}
         self.curves: dict[int, list[tuple[int, float]]] = {}
 
+    def is_due(self, step: int) -> bool:
+        """Whether the curve has a point here."""
+        return step in self._steps
+
+    def batches(self) -> list[Batch]:
+        """Of the part of the validation set."""
+        return [self._task.gather(rows) for rows in torch.split(self._rows, 128)]
+
     def __call__(self, step: int, engine: StackedModels, runs: Sequence[Run]) -> None:
         """As ``sweep`` calls it."""
-        if step in self._steps:
-            batches = [self._task.gather(rows) for rows in torch.split(self._rows, 128)]
-            for run, loss in zip(runs, engine.evaluate(batches).tolist(), strict=True):
+        if self.is_due(step):
+            for run, loss in zip(runs, engine.evaluate(self.batches()).tolist(), strict=True):
                 curve = self.curves.setdefault(id(run), [])
                 if curve and curve[-1][0] >= step + self._spent:
                     curve.clear()  # a part that did not fit into memory begins again
