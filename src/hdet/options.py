@@ -14,7 +14,7 @@ from hdet.replicas.transport import Transport
 from hdet.weights.outer import OuterStep, StatePolicy
 
 AnchorChoice = Literal["start", "round"] | int
-Groups = Literal["together", "each"]
+Groups = Literal["together", "each", "auto"]
 Shape = Literal["free", "keep"]
 Device = torch.device | str | None
 
@@ -50,7 +50,9 @@ class Adapt(_Options):
         spread: alpha in (0, 1) of the fan-out, with ``signal="loss"``.
         anchor: from where effects are measured: the ``"start"`` of the run, the last ``"round"``, or renewed every so
             many rounds. A copy of the weights.
-        groups: one scale for all param groups (``"together"``), or one for ``"each"``.
+        groups: one scale for all param groups (``"together"``), or one for ``"each"``; or, with the gradient signal,
+            ``"auto"``: one level for all, from which a group parts as far as its slope differs from the others' beyond
+            doubt.
         climb: whether the run first finds its learning rate, in some tens of steps that are then undone (Eq. 14);
             default with the gradient signal, at the start of a run of 200 steps or more (100 where no schedule is
             given), unless ``controller``, ``gated`` or ``first_scale`` is given.
@@ -101,7 +103,7 @@ class Adapt(_Options):
         require(0 < number(self.spread) < 1, "spread", "in (0, 1)", self.spread)
         anchored = self.anchor in ("start", "round") if isinstance(self.anchor, str) else whole(self.anchor) >= 1
         require(anchored, "anchor", '"start", "round" or a number of rounds >= 1', self.anchor)
-        require_one_of("groups", self.groups, "together", "each")
+        require_one_of("groups", self.groups, "together", "each", "auto")
         require(self.climb is None or is_flag(self.climb), "climb", "None, True or False", self.climb)
         require(self.gated is None or is_flag(self.gated), "gated", "None, True or False", self.gated)
         fine = self.first_scale is None or number(self.first_scale) > 0
