@@ -226,10 +226,12 @@ def main() -> None:
             print(problem, variant, f"{mean:.5g}", [f"{m['loss']:.4g}" for m in mine], compact(mine[0]["scales"]))
     words = [word for i, word in enumerate(sys.argv) if i and not {word, sys.argv[i - 1]} & {"--data", "--out"}]
     name = "groups-tasks" if args.tasks else "groups"
-    record = {"claim": name, "command": " ".join(["python benchmarks/paper_groups.py", *words]), "git_commit": git_commit(),
-              "torch": torch.__version__, "hardware": hardware(), "seconds": time.perf_counter() - started,
-              "settings": {"steps": steps, "interval": INTERVAL},
-              "tasks": [describe(make_task(each, args.data, full=False)) for each in args.tasks], "runs": rows}  # fmt: skip
+    record = {
+        "claim": name, "command": " ".join(["python benchmarks/paper_groups.py", *words]), "git_commit": git_commit(),
+        "torch": torch.__version__, "hardware": hardware(), "seconds": time.perf_counter() - started,
+        "settings": {"steps": steps, "interval": INTERVAL},
+        "tasks": [describe(make_task(each, args.data, full=False)) for each in args.tasks], "runs": rows,
+    }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(compact(record), separators=(",", ":")) + "\n")
 
