@@ -11,7 +11,7 @@ import torch
 from hdet.checks import is_flag, number, require, require_one_of, shown, whole
 from hdet.controllers import Controller
 from hdet.replicas.transport import Transport
-from hdet.weights.outer import OuterStep, StatePolicy
+from hdet.weights.outer import OuterKind, OuterStep, StatePolicy
 
 AnchorChoice = Literal["start", "round"] | int
 Groups = Literal["together", "each", "auto"]
@@ -217,7 +217,9 @@ class Averaging(_Options):
     """How replicas are averaged; passed as ``averaging=``.
 
     Attributes:
-        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"`` or an ``OuterStep``.
+        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"``, ``"elastic"`` or an
+            ``OuterStep``. ``"elastic"`` leaves replicas apart: it needs ``gradients="local"`` and equal learning rates,
+            and undoes no rounds.
         optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
             and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
             rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
@@ -240,7 +242,7 @@ class Averaging(_Options):
         "OuterStep('nesterov', lr=0.7, momentum=0.9)"
     """
 
-    outer: OuterStep | Literal["mean", "weighted", "nesterov"] = "mean"
+    outer: OuterStep | OuterKind = "mean"
     optimizer_state: StatePolicy = "keep"
     transport: Transport = "full"
     fragments: int = 1
@@ -267,6 +269,11 @@ class Averaging(_Options):
         late = late or ("fragments" if self.fragments > 1 else None)
         if late and outer.kind != "mean":
             raise ValueError(f'{late} needs outer="mean", which can be taken late and in parts, but got {outer!r}')
+        if outer.kind == "elastic" and self.transport != "full":
+            raise ValueError(
+                f'outer="elastic" needs transport="full", since replicas stay far from the mean that a displacement is '
+                f"measured from, but got transport={self.transport!r}"
+            )
         if late and self.transport != "full":
             raise ValueError(f'{late} needs transport="full", but got transport={self.transport!r}')
         if late and self.optimizer_state == "average":
@@ -278,7 +285,8 @@ class Averaging(_Options):
     def make_outer(self) -> OuterStep:
         """An outer step for one run: it keeps copies of the weights, which two runs must not share."""
         if isinstance(self.outer, OuterStep):
-            return OuterStep(self.outer.kind, lr=self.outer.lr, momentum=self.outer.momentum)
+            given = self.outer
+            return OuterStep(given.kind, lr=given.lr, momentum=given.momentum, pull=given.pull)
         return OuterStep(self.outer)
 
     def facts(self) -> dict[str, str]:

@@ -49,10 +49,7 @@ def _slow_moves(rounds: list[FloatArray], logs: list[float]) -> list[float]:
             z[g] = middle / math.sqrt(scatter / (worth - 1))
     after = []
     for g in range(num):
-        if abs(z[g]) > 2:
-            move = -math.copysign(min(0.3 * (abs(z[g]) - 2) / 2, 0.2), z[g])
-        else:
-            move = -0.02 * apart[g]
+        move = -math.copysign(min(0.3 * (abs(z[g]) - 2) / 2, 0.2), z[g]) if abs(z[g]) > 2 else -0.02 * apart[g]
         after.append(min(max(apart[g] + move, -math.log(30)), math.log(30)))
     if not any(after):
         return [0.0] * num
@@ -108,7 +105,8 @@ def test_without_evidence_it_is_one_scale_for_all_to_the_last_bit(monkeypatch: p
         assert seen.whole is not None
         state, decision = controller.update(state, seen)
         lonely, level = alone.update(
-            lonely, seen._replace(multipliers=ONE[:1], slopes=tuple(np.array([e]) for e in seen.whole))
+            lonely,
+            seen._replace(multipliers=ONE[:1], slopes=(np.array([seen.whole[0]]), np.array([seen.whole[1]]))),
         )
         assert decision.factors.tolist() == [level.factors[0]] * 3
         scales = scales * decision.factors

@@ -1,4 +1,4 @@
-"""AutoLR with ``Adapt(groups="auto")``: one level for all param groups, in training, on processes, saved and resumed."""
+"""AutoLR with ``Adapt(groups="auto")``: one level for all param groups, on processes, saved and resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Run:
     def __init__(self, groups: Any, *, ddp: bool = False, probe: bool = False, **adapt: Any) -> None:
         torch.manual_seed(0)
         self.net = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(3)]).double()
-        self.net.forward = self.predict  # type: ignore[method-assign]
+        self.net.forward = self.predict
         self.model: nn.Module = DistributedDataParallel(self.net) if ddp else self.net
         self.optimizer = torch.optim.SGD([{"params": list(part.parameters())} for part in self.net], lr=0.02)
         held_out = (lambda: self.loss(BATCHES[0])) if probe else None
@@ -43,11 +43,13 @@ class Run:
         self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if ddp else (0, 1)
 
     def predict(self, x: Tensor) -> Tensor:
-        parts = zip(self.net, (0.1, 1.0, 1.0), x.split(2, dim=1), strict=True)
-        return torch.stack([part(size * each) for part, size, each in parts]).sum(0)
+        parts = zip(self.net, (0.1, 1.0, 1.0), torch.split(x, 2, dim=1), strict=True)
+        out: Tensor = torch.stack([part(size * each) for part, size, each in parts]).sum(0)
+        return out
 
     def loss(self, x: Tensor) -> Tensor:
-        return (self.model(x) - x.sum(1, keepdim=True) - 0.3 * (7 * x).sin().sum(1, keepdim=True)).square().mean()
+        error: Tensor = self.model(x) - x.sum(1, keepdim=True) - 0.3 * (7 * x).sin().sum(1, keepdim=True)
+        return error.square().mean()
 
     def advance(self, last: int) -> Run:
         while self.step < last:
@@ -93,7 +95,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved_at: int) -> None:
         saved = copy.deepcopy([part.state_dict() for part in (whole.net, whole.optimizer, whole.scheduler)])
     whole.advance(STEPS)
     resumed = Run("auto")
-    for part, state in zip((resumed.net, resumed.optimizer, resumed.scheduler), saved, strict=True):
+    parts: list[Any] = [resumed.net, resumed.optimizer, resumed.scheduler]
+    for part, state in zip(parts, saved, strict=True):
         part.load_state_dict(state)
     resumed.step = saved_at
     resumed.advance(STEPS)

@@ -76,9 +76,11 @@ class GroupController:
 
     def _level_of(self, state: GroupState) -> Any:
         template = self.level.init(1)
-        ends = np.cumsum([part.size for part in template])[:-1]
-        parts = zip(np.split(state.level, ends), template, strict=True)
-        return type(template)(*(part.reshape(like.shape) for part, like in parts))
+        parts, at = [], 0
+        for like in template:
+            parts.append(state.level[at : at + like.size].reshape(like.shape))
+            at += like.size
+        return type(template)(*parts)
 
     def update(self, state: GroupState, evidence: Evidence) -> tuple[GroupState, Decision]:
         num = len(state.slopes)
@@ -106,7 +108,7 @@ class GroupController:
 
 
 def _row(state: Any) -> FloatArray:
-    return np.concatenate([part.ravel() for part in state])
+    return np.concatenate([np.zeros(0), *(part.ravel() for part in state)])
 
 
 def _seen(state: GroupState, slopes: FloatArray) -> GroupState:

@@ -28,6 +28,7 @@ from hdet.replicas.parameters import refuse_copies
 from hdet.replicas.sharding import sharding
 from hdet.schedulers._auto_settings import SignalName
 from hdet.schedulers._common import Common
+from hdet.schedulers._elastic import check_elastic
 from hdet.schedulers._learned_decay import check_decay, make_decay
 from hdet.signals.base import Signal
 from hdet.signals.gradient import GradientSignal, default_sample_every
@@ -78,6 +79,10 @@ def make_loop(
     wanted = spread > 0 or gradients == "local" or any(panel.spreads)
     apart = wanted and replicas.count > 1
     _check(common, replicas, apart=apart, signal=signal, spread=spread)
+    elastic = averaging.make_outer().kind == "elastic"
+    if elastic:
+        check_elastic(common, replicas, spread=spread, compares=any(panel.spreads), climbs=climb is not None)
+        rollback = False
     check_decay(common, signal)
     spread = spread if apart else 0.0
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
