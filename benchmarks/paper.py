@@ -261,15 +261,14 @@ def means(bench: Bench) -> list[Row]:
     low, rows = bench.best_lr()
     for interval in bench.args.intervals:
         settings = [
-            Setting(rule, low, seed, spread=spread, mean=rule)
+            Setting(rule, low, seed, spread=SPREAD if rule.endswith(" spread") else 0.0, mean=rule.split()[0])
             for rule in bench.args.rules
-            for spread in ((0.0, SPREAD) if rule in ("mean", "nesterov:0.7,0.9") else (0.0,))
             for seed in bench.seeds
         ]
         for outcome in bench.train(settings, interval=interval, shared=False):
             s = outcome.setting
             rows.append(
-                {"label": f"T={interval} {s.mean}" + (" spread" if s.spread else ""), "seed": s.seed, "lr": s.lr,
+                {"label": f"T={interval} {s.label}", "seed": s.seed, "lr": s.lr,
                  "loss": outcome.validation["loss"], "mb_sent": outcome.bytes_sent / 1e6}
             )  # fmt: skip
     shared = sweep(bench.task, [bench.run("shared gradients", low, seed) for seed in bench.seeds], **bench.options)
@@ -279,7 +278,8 @@ def means(bench: Bench) -> list[Row]:
 CLAIMS: dict[str, Callable[[Bench], list[Row]]] = {
     each.__name__: each for each in (nine, warm, mean, flat, groups, residual, permutations, means)
 }
-RULES = ("mean", "weighted", "elastic", "nesterov:0.7,0.9", "bfloat16", "int8", "fragments:4")
+RULES = ("mean", "mean spread", "weighted", "elastic", "nesterov:0.7,0.9", "nesterov:0.7,0.9 spread", "bfloat16",
+         "int8", "fragments:4")  # fmt: skip
 
 
 def compact(value: Any) -> Any:
@@ -320,7 +320,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--interval", type=int, help="T; default a sixtieth of the run")
     parser.add_argument("--intervals", type=int, nargs="+", default=[10, 50, 200], help="of means")
-    parser.add_argument("--rules", nargs="+", default=list(RULES), help="of means")
+    parser.add_argument("--rules", nargs="+", default=list(RULES), help='of means; "mean spread": with a spread')
+    parser.add_argument("--suffix", default="", help="of the record's name")
     parser.add_argument("--full", action="store_true", help="the lab's own sizes")
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--device", default="cpu")
@@ -341,7 +342,7 @@ def main() -> None:
     record = {"claim": args.claim, "task": args.task, "command": command, **facts, "settings": settings,
               "seconds": seconds, "runs": rows}  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    name = f"{args.claim}-{args.task}-{args.optimizer}" + ("-full" if args.full else "")
+    name = f"{args.claim}-{args.task}-{args.optimizer}" + ("-full" if args.full else "") + args.suffix
     (args.out / f"{name}.json").write_text(json.dumps(compact(record), separators=(",", ":")) + "\n")
     print(f"{seconds:.0f} s, {name}.json")
 

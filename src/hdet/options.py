@@ -11,10 +11,10 @@ import torch
 from hdet.checks import is_flag, number, require, require_one_of, shown, whole
 from hdet.controllers import Controller
 from hdet.replicas.transport import Transport
-from hdet.weights.outer import OuterStep, StatePolicy
+from hdet.weights.outer import OuterKind, OuterStep, StatePolicy
 
 AnchorChoice = Literal["start", "round"] | int
-Groups = Literal["together", "each"]
+Groups = Literal["together", "each", "auto"]
 Shape = Literal["free", "keep"]
 Device = torch.device | str | None
 
@@ -50,7 +50,9 @@ class Adapt(_Options):
         spread: alpha in (0, 1) of the fan-out, with ``signal="loss"``.
         anchor: from where effects are measured: the ``"start"`` of the run, the last ``"round"``, or renewed every so
             many rounds. A copy of the weights.
-        groups: one scale for all param groups (``"together"``), or one for ``"each"``.
+        groups: one scale for all param groups (``"together"``), or one for ``"each"``; or, with the gradient signal,
+            ``"auto"``: one level for all, from which a group parts as far as its slope differs from the others' beyond
+            doubt.
         climb: whether the run first finds its learning rate, in some tens of steps that are then undone (Eq. 14);
             default with the gradient signal, at the start of a run of 200 steps or more (100 where no schedule is
             given), unless ``controller``, ``gated`` or ``first_scale`` is given.
@@ -101,7 +103,7 @@ class Adapt(_Options):
         require(0 < number(self.spread) < 1, "spread", "in (0, 1)", self.spread)
         anchored = self.anchor in ("start", "round") if isinstance(self.anchor, str) else whole(self.anchor) >= 1
         require(anchored, "anchor", '"start", "round" or a number of rounds >= 1', self.anchor)
-        require_one_of("groups", self.groups, "together", "each")
+        require_one_of("groups", self.groups, "together", "each", "auto")
         require(self.climb is None or is_flag(self.climb), "climb", "None, True or False", self.climb)
         require(self.gated is None or is_flag(self.gated), "gated", "None, True or False", self.gated)
         fine = self.first_scale is None or number(self.first_scale) > 0
@@ -215,7 +217,9 @@ class Averaging(_Options):
     """How replicas are averaged; passed as ``averaging=``.
 
     Attributes:
-        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"`` or an ``OuterStep``.
+        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"``, ``"elastic"`` or an
+            ``OuterStep``. ``"elastic"`` leaves replicas apart: it needs ``gradients="local"`` and equal learning rates,
+            and undoes no rounds.
         optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
             and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
             rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
@@ -238,7 +242,7 @@ class Averaging(_Options):
         "OuterStep('nesterov', lr=0.7, momentum=0.9)"
     """
 
-    outer: OuterStep | Literal["mean", "weighted", "nesterov"] = "mean"
+    outer: OuterStep | OuterKind = "mean"
     optimizer_state: StatePolicy = "keep"
     transport: Transport = "full"
     fragments: int = 1
@@ -265,6 +269,11 @@ class Averaging(_Options):
         late = late or ("fragments" if self.fragments > 1 else None)
         if late and outer.kind != "mean":
             raise ValueError(f'{late} needs outer="mean", which can be taken late and in parts, but got {outer!r}')
+        if outer.kind == "elastic" and self.transport != "full":
+            raise ValueError(
+                f'outer="elastic" needs transport="full", since replicas stay far from the mean that a displacement is '
+                f"measured from, but got transport={self.transport!r}"
+            )
         if late and self.transport != "full":
             raise ValueError(f'{late} needs transport="full", but got transport={self.transport!r}')
         if late and self.optimizer_state == "average":
@@ -276,7 +285,8 @@ class Averaging(_Options):
     def make_outer(self) -> OuterStep:
         """An outer step for one run: it keeps copies of the weights, which two runs must not share."""
         if isinstance(self.outer, OuterStep):
-            return OuterStep(self.outer.kind, lr=self.outer.lr, momentum=self.outer.momentum)
+            given = self.outer
+            return OuterStep(given.kind, lr=given.lr, momentum=given.momentum, pull=given.pull)
         return OuterStep(self.outer)
 
     def facts(self) -> dict[str, str]:

@@ -20,6 +20,8 @@ class Evidence(NamedTuple):
             where the signal measures it directly; NaN where it could not.
         risen: by how much the schedule's warm-up has raised the logarithm of each knob in this round, shape (K,).
         progress: share of the time in which base values may move that has passed; None where nobody knows its length.
+        whole: slope over the logarithm of all knobs at once, and its standard error, where that was measured.
+        scales: where each knob's learned scale stands, shape (K,).
     """
 
     losses: FloatArray
@@ -27,6 +29,8 @@ class Evidence(NamedTuple):
     slopes: tuple[FloatArray, FloatArray] | None = None
     risen: FloatArray | None = None
     progress: float | None = None
+    whole: tuple[float, float] | None = None
+    scales: FloatArray | None = None
 
 
 class Decision(NamedTuple):

@@ -186,7 +186,8 @@ class Averager:
         """Eq. 3 and the outer step; or a mean that travels, :attr:`_flight`."""
         healthy = verdict.healthy
         begun = all(copies.differ_from is None for copies in self._shared_copies())
-        at_once = last or verdict.new_anchor or not begun or not healthy.all()
+        elastic = self.outer.kind == "elastic"
+        at_once = last or verdict.new_anchor or not (begun or elastic) or not healthy.all()
         wide = at_once or (verdict.index + 1) % self.node_rounds == 0
         node, averaged = (None, "all") if wide else (self._node, "node")
         part = (0, 1)
@@ -197,12 +198,17 @@ class Averager:
             return math.nan, averaged
         shares = self.outer.shares(verdict.losses, healthy)
         share = 1.0 if shares is None else float(shares[self.replicas.index])
+        pulled = elastic and not at_once
+        own = [p.detach().clone() for p in self.weights.anchored()] if pulled else []
         distance = self.weights.average(healthy, step=step, share=share, node=node, part=part)
         if self.optimizer_state == "average":
             self.weights.average_also(state_tensors(self.optimizer), healthy)
         elif self.optimizer_state == "reset":
             reset_state(self.optimizer)
         self._share(self.outer.centre)  # they go on from one place
+        if pulled:
+            self.outer.pull_(self.weights.anchored(), own, self.replicas.count)
+            return distance, "pull"
         self.outer.apply_(self.weights.anchored())
         return distance, averaged
 
@@ -257,14 +263,17 @@ class Averager:
     # -- a mean in mid-round ------------------------------------------------------------------------------------
 
     def converge(self, step: int, healthy: BoolArray) -> None:
-        """Eq. 3 now; replicas stay at the mean."""
+        """Eq. 3 now; replicas stay at the mean, or at the elastic centre."""
         self.weights.average(healthy, step=step)
+        if self.outer.kind == "elastic" and self.outer.centre.copies:
+            self._share(self.outer.centre)
+            self.outer.apply_(self.weights.anchored())
         self.place.meet(step)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """This replica's own weights come back after the block."""
-        with self.weights.set_aside(), self.place.set_aside():
+        with self.weights.set_aside(), self.place.set_aside(), self.outer.set_aside():
             yield
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -301,7 +310,7 @@ class Averager:
         parameters = self.weights.anchored()
         self.outer.load_state_dict(state["outer"], parameters)
         # A checkpoint is one model: what follows need not bring replicas together first.
-        if self.outer.kind != "nesterov" or self.outer.centre.copies:
+        if not self.outer.keeps_centre or self.outer.centre.copies:
             self.outer.centre.differ_from = None
         if self._flight is not None:
             self._flight.abandon()

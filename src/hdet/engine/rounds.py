@@ -182,6 +182,7 @@ class RoundLoop:
                 losses_given=bool(table.weights.any()),
                 compared=reading.losses,
                 slopes=reading.slopes,
+                whole=reading.whole,
                 last=last,
             )
         )

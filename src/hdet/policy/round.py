@@ -134,7 +134,8 @@ class RoundPolicy:
             events = (done,)
         elif acting:
             end = self.acting[1]
-            looked = steering.decide(compared, seen.slopes, None if math.isinf(end) else seen.step / end)
+            progress = None if math.isinf(end) else seen.step / end
+            looked = steering.decide(compared, seen.slopes, whole=seen.whole, progress=progress)
             fallen = self.anchored and steering.wants_new_anchor()
         if seen.last and self.rollback is not None and self.rollback.num_rollbacks > 1:
             messages += (f"{self.rollback.num_rollbacks} rounds of this run were undone; scheduler.history says why",)
@@ -173,7 +174,7 @@ class RoundPolicy:
         then = climb.update(
             seen.step,
             float(known.mean()) if len(known) else math.nan,
-            float(slopes.sum()) if len(slopes) else math.nan,
+            seen.whole[0] if seen.whole is not None else float(slopes.sum()) if len(slopes) else math.nan,
             seen.rate,
             fine=fine,
             top=steering.at_top,

@@ -162,15 +162,10 @@ class Steering:
         base: FloatArray = np.log(self.scales[self.num_lrs :])
         return base if replica is None else base + self.multipliers[self.num_lrs :, replica] - 1.0
 
-    def decide(
-        self,
-        losses: FloatArray,
-        slopes: tuple[FloatArray, FloatArray] | None = None,
-        progress: float | None = None,
-    ) -> Looked:
+    def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None, **seen: Any) -> Looked:
         """Let the controllers move the scales; returns what they looked at.
 
-        ``progress``: share of the time in which they may that has passed, where its length is known.
+        ``seen``: the slope of the whole, and the progress, where they are known; as :class:`Evidence` has them.
         """
         looked = Looked()
         factors = np.ones_like(self.scales)
@@ -178,9 +173,10 @@ class Steering:
         # A controller without an opinion on the warm-up lets it through.
         self.openness = np.ones_like(self.scales)
         if self.controller is not None:
-            self.state, decision = self.controller.update(
-                self.state, Evidence(losses, self.multipliers[lrs], slopes, self.risen[lrs], progress)
+            shown_to_it = Evidence(
+                losses, self.multipliers[lrs], slopes, self.risen[lrs], scales=self.scales[lrs], **seen
             )
+            self.state, decision = self.controller.update(self.state, shown_to_it)
             factors[lrs] = decision.factors
             if decision.openness is not None:
                 self.openness[lrs] = 0.0 if self.flat else decision.openness

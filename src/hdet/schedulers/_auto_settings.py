@@ -65,6 +65,8 @@ def auto_settings(
         has_steps: whether the schedule has steps or periods.
     """
     adapt, total = common.adapt, common.total_steps
+    if adapt.groups == "auto" and signal != "gradient":
+        raise ValueError('groups="auto" needs the gradient signal: pass signal="gradient", or groups="each"')
     climb = Climb(total, step=step) if _climbs(common, signal, step=step, lr_given=lr_given) else None
     # A run that is continued has found its learning rate, be it by hand.
     cold = step <= 0 and starts_cold(total, common.interval)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet.controllers import Controller
+from hdet.controllers.groups import GroupController
 from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
 from hdet.engine.rollback import Fallback
@@ -27,6 +28,7 @@ from hdet.replicas.parameters import refuse_copies
 from hdet.replicas.sharding import sharding
 from hdet.schedulers._auto_settings import SignalName
 from hdet.schedulers._common import Common
+from hdet.schedulers._elastic import check_elastic
 from hdet.schedulers._learned_decay import check_decay, make_decay
 from hdet.signals.base import Signal
 from hdet.signals.gradient import GradientSignal, default_sample_every
@@ -77,6 +79,10 @@ def make_loop(
     wanted = spread > 0 or gradients == "local" or any(panel.spreads)
     apart = wanted and replicas.count > 1
     _check(common, replicas, apart=apart, signal=signal, spread=spread)
+    elastic = averaging.make_outer().kind == "elastic"
+    if elastic:
+        check_elastic(common, replicas, spread=spread, compares=any(panel.spreads), climbs=climb is not None)
+        rollback = False
     check_decay(common, signal)
     spread = spread if apart else 0.0
     # Measuring from the last converge needs a copy for the gradient signal only: fan-out starts there anyway.
@@ -87,13 +93,15 @@ def make_loop(
             dtype=common.copies.anchor_dtype,
             stride=stride_of(common.copies.anchor_share, optimizer) if spread == 0 else 1,
         )
-    signals = _make_signals(common, replicas, knobs, panel, signal=signal, anchor=kept, knob_of_group=knob_of_group)
+    signals = _make_signals(
+        common, replicas, knobs, panel, signal=signal, anchor=kept, knob_of_group=knob_of_group, whole=groups == "auto"
+    )
     shows = spread > 0 or any(not each.compares for each in signals)
     steering = Steering(
         num_knobs=max(knob_of_group) + 1,
         num_replicas=replicas.count if apart else 1,
         spread=spread,
-        controller=controller,
+        controller=GroupController(controller) if groups == "auto" and controller is not None else controller,
         scale_bounds=bounds or adapt.bounds,
         gated=gated and shows,
         seed=common.seed,
@@ -182,6 +190,7 @@ def _make_signals(
     signal: SignalName,
     anchor: Anchor | None,
     knob_of_group: list[int],
+    whole: bool,
 ) -> list[Signal]:
     """What rounds will show: for the learning rate, and for the knobs beside it."""
     signals: list[Signal] = []
@@ -190,7 +199,7 @@ def _make_signals(
         every = common.adapt.sample_every or default_sample_every(common.optimizer, common.interval)
         num_ranks = replicas.count * replicas.num_parts
         if knobs.probe is None or len(knobs):
-            signals.append(GradientSignal(anchor, knob_of_group, sample_every=every, num_ranks=num_ranks))
+            signals.append(GradientSignal(anchor, knob_of_group, sample_every=every, num_ranks=num_ranks, whole=whole))
         else:  # nothing but the learning rate to ask held-out data about
             assert knobs.model is not None
             return [
@@ -202,6 +211,7 @@ def _make_signals(
                     probe=knobs.probe,
                     model=knobs.model,
                     decay=make_decay(common, anchor),
+                    whole=whole,
                 )
             ]
     if knobs.probe is not None:

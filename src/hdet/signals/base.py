@@ -21,6 +21,7 @@ class Reading(NamedTuple):
         losses: of each replica, shape (N,), where it compares replicas; NaN for one that has none.
         slopes: of the loss over the logarithm of each learning rate, and their standard errors, shape (K,) each, where
             it measures them; NaN where it could not.
+        whole: the same of all learning rates at once, where it is asked for that.
         held_out: whether ``losses`` are on held-out data, which a record shows apart from the training losses.
         probed: what held-out data show of the learning rate, where they are asked about it.
         learned: knobs that it has moved itself, to first order, by name.
@@ -28,6 +29,7 @@ class Reading(NamedTuple):
 
     losses: FloatArray | None = None
     slopes: tuple[FloatArray, FloatArray] | None = None
+    whole: tuple[float, float] | None = None
     held_out: bool = False
     probed: HeldOut | None = None
     learned: Mapping[str, KnobRecord] = MappingProxyType({})
@@ -93,8 +95,10 @@ class Signal:
 def merged(readings: list[Reading]) -> Reading:
     """One reading of several signals, of which the first that shows something counts."""
     losses = next((r for r in readings if r.losses is not None), Reading())
+    slopes = next((r for r in readings if r.slopes is not None), Reading())
     return losses._replace(
-        slopes=next((r.slopes for r in readings if r.slopes is not None), None),
+        slopes=slopes.slopes,
+        whole=slopes.whole,
         probed=next((r.probed for r in readings if r.probed is not None), None),
         learned={name: record for r in readings for name, record in r.learned.items()},
     )

@@ -53,20 +53,29 @@ class GradientSignal(Signal):
         knob_of_group: which knob each param group belongs to.
         sample_every: steps between samples, at least 1.
         num_ranks: ranks whose samples :meth:`share` adds up.
+        whole: whether to sample all knobs at once, too: a sum of means has no standard error of its own.
     """
 
     name = "gradient"
     compares = False
 
-    def __init__(self, anchor: Anchor, knob_of_group: list[int], *, sample_every: int, num_ranks: int) -> None:
+    def __init__(
+        self, anchor: Anchor, knob_of_group: list[int], *, sample_every: int, num_ranks: int, whole: bool = False
+    ) -> None:
         self.num_ranks = num_ranks
+        self.whole = whole
         self.anchor = anchor
         self.knob_of_group = list(knob_of_group)
         self.num_knobs = max(knob_of_group) + 1
         self.sample_every = sample_every
         self.num_calls = 0
-        self.samples: FloatArray = np.empty((0, self.num_knobs))
+        self.samples: FloatArray = np.empty((0, self.num_columns))
         self._rows: list[Tensor] = []
+
+    @property
+    def num_columns(self) -> int:
+        """Numbers of a sample: that of all knobs first, where it is asked for."""
+        return self.num_knobs + self.whole
 
     def add_group(self, knob: int) -> None:
         """One more param group, of a knob that may be new: there are no samples of it yet."""
@@ -95,15 +104,20 @@ class GradientSignal(Signal):
             knobs += [knob] * len(group["params"])
         shares = self._shares(optimizer)
         sums: dict[int, list[Tensor]] = {k: [] for k in range(self.num_knobs)}
+        in_order: list[Tensor] = []
         for index, displacement in self.anchor.displacements(parameters):
             gradient, columns = gradients[index], self.anchor.columns[index]
             if gradient is not None:
-                sums[knobs[index]].append(dot(displacement, gradient, columns, shares[index]))
+                in_order.append(dot(displacement, gradient, columns, shares[index]))
+                sums[knobs[index]].append(in_order[-1])
         device = next((s.device for found in sums.values() for s in found), torch.device("cpu"))
+        sampled = [*sums.values()]
+        if self.whole:  # in the order of the parameters, as one knob for all would have it
+            sampled.insert(0, in_order)
         return torch.stack(
             [
                 torch.stack([s.to(device) for s in found]).sum() if found else torch.full((), math.nan, device=device)
-                for found in sums.values()
+                for found in sampled
             ]
         )
 
@@ -121,7 +135,7 @@ class GradientSignal(Signal):
         Each rank adds its share: the whole dot product divided by the number of ranks where all hold all parameters,
         its shard's part where they are sharded.
         """
-        table = torch.full((MAX_SAMPLES, self.num_knobs), math.nan, dtype=torch.float64, device=replicas.device)
+        table = torch.full((MAX_SAMPLES, self.num_columns), math.nan, dtype=torch.float64, device=replicas.device)
         if self._rows:
             table[: len(self._rows)] = torch.stack([row.to(replicas.device) for row in self._rows]).double()
         self._rows = []
@@ -130,12 +144,16 @@ class GradientSignal(Signal):
 
     def drain(self) -> Reading:
         """Mean and standard error of the round's samples."""
-        found = Reading(slopes=mean_and_error(self.samples))
+        found = self._reading(*mean_and_error(self.samples))
         self.forget()
         return found
 
+    def _reading(self, mean: FloatArray, error: FloatArray) -> Reading:
+        slopes = mean[self.whole :], error[self.whole :]
+        return Reading(slopes=slopes, whole=(float(mean[0]), float(error[0])) if self.whole else None)
+
     def forget(self) -> None:
-        self.samples = np.empty((0, self.num_knobs))
+        self.samples = np.empty((0, self.num_columns))
         self._rows = []
 
     def refuse_capture(self) -> None:
@@ -149,11 +167,11 @@ class GradientSignal(Signal):
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         whole_of(state["num_calls"], "num_calls")
-        unpack_samples(state["samples"], self.num_knobs)
+        unpack_samples(state["samples"], self.num_columns)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.forget()
-        self.num_calls, self.samples = int(state["num_calls"]), unpack_samples(state["samples"], self.num_knobs)
+        self.num_calls, self.samples = int(state["num_calls"]), unpack_samples(state["samples"], self.num_columns)
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class HeldOutGradient(GradientSignal):
     """The gradient signal, corrected by what held-out data show.
 
     Args:
-        anchor, knob_of_group, sample_every, num_ranks: as in :class:`GradientSignal`.
+        anchor, knob_of_group, sample_every, num_ranks, whole: as in :class:`GradientSignal`.
         probe: returns the loss on held-out data, as a tensor with its graph.
         model: put into evaluation mode meanwhile.
         probe_every: steps between probes.
@@ -65,8 +65,9 @@ class HeldOutGradient(GradientSignal):
         model: nn.Module,
         probe_every: int = PROBE_EVERY,
         decay: DecayLearner | None = None,
+        whole: bool = False,
     ) -> None:
-        super().__init__(anchor, knob_of_group, sample_every=sample_every, num_ranks=num_ranks)
+        super().__init__(anchor, knob_of_group, sample_every=sample_every, num_ranks=num_ranks, whole=whole)
         self.probe = probe
         self.model = model
         self.probe_every = probe_every
@@ -79,12 +80,12 @@ class HeldOutGradient(GradientSignal):
     @property
     def width(self) -> int:
         """Numbers of a probe: a slope for each knob, that of the weight decay, and the loss."""
-        return self.num_knobs + 2
+        return self.num_columns + 2
 
     def _start_over(self) -> None:
         self.probes: FloatArray = np.empty((0, self.width))
         self._probe_rows: list[Tensor] = []
-        self.gap = Faded(self.num_knobs, FADE)
+        self.gap = Faded(self.num_columns, FADE)
         self.slope = Faded(1, FADE)
         self._num_renewed = self.anchor.num_renewed
         self.moved = False
@@ -139,16 +140,16 @@ class HeldOutGradient(GradientSignal):
         self._follow_anchor()
         early = self.gap.num < MIN_PROBES and not self.moved
         if not len(self.probes) and not early:  # nothing is decided without one
-            silent = np.full(self.num_knobs, math.nan)
+            silent = np.full(self.num_columns, math.nan)
             self._acting = False
-            return Reading(slopes=(silent, silent), probed=self._probed(), learned=self._learned())
+            return self._reading(silent, silent)._replace(probed=self._probed(), learned=self._learned())
         mean, error = mean_and_error(self.samples)
         for row in self.probes:
-            slopes = row[: self.num_knobs]
+            slopes = row[: self.num_columns]
             known = np.isfinite(slopes - mean)  # a knob may have no gradient
             if known.any():
                 self.gap.add(np.where(known, slopes - mean, 0.0))
-                self.slope.add(slopes[known].sum(keepdims=True))
+                self.slope.add(slopes[:1] if self.whole else slopes[known].sum(keepdims=True))
         if self.decay is not None:
             self.decay.learn(self.probes[:, -2], acting=self._acting)
         probed = self._probed()
@@ -156,7 +157,7 @@ class HeldOutGradient(GradientSignal):
         unknown = 0.0 if early else math.nan
         gap = certain(self.gap.mean, self.gap.error) if self.gap.num >= MIN_PROBES else unknown
         self._acting = False
-        return Reading(slopes=(mean + gap, error), probed=probed, learned=self._learned())
+        return self._reading(mean + gap, error)._replace(probed=probed, learned=self._learned())
 
     def _learned(self) -> dict[str, KnobRecord]:
         return {} if self.decay is None else {"weight_decay": self.decay.record()}

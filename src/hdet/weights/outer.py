@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -11,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import FloatArray, mapping_of, number, shown
+from hdet.checks import FloatArray, mapping_of, number, require, require_one_of
 from hdet.replicas.sharding import as_saved, local_tensor, own_part
 from hdet.weights.anchor import Anchor
 from hdet.weights.saved import tensors_of
 
 StatePolicy = Literal["average", "keep", "reset"]
+OuterKind = Literal["mean", "weighted", "nesterov", "elastic"]
 
 
 class OuterStep:
@@ -30,42 +32,63 @@ class OuterStep:
 
     With momentum 0 and learning rate 1 that is the mean, to the last bit. It keeps two copies of the weights, c and v.
 
+    ``"elastic"``: EASGD. Replicas stay apart; at a converge they and a centre c, which is the model, are drawn towards
+    each other:
+
+    .. math:: \theta_r \leftarrow \theta_r - \frac{\beta}{N} (\theta_r - c), \quad
+        c \leftarrow c + \beta (\bar\theta - c)
+
+    with c of before on both sides. Where all have to be at one place they meet at the new c: at the end of a run, where
+    a mean is asked for in mid-round, and in a round that leaves a replica out. It keeps one copy of the weights, c.
+
     Args:
         kind: which.
         lr, momentum: eta > 0 and mu in [0, 1) of ``"nesterov"``.
+        pull: beta in (0, 1] of ``"elastic"``.
     """
 
     def __init__(
         self,
-        kind: Literal["mean", "weighted", "nesterov"] = "mean",
+        kind: OuterKind = "mean",
         *,
         lr: float = 0.7,
         momentum: float = 0.9,
+        pull: float = 0.9,
     ) -> None:
-        if not isinstance(kind, str) or kind not in ("mean", "weighted", "nesterov"):
-            raise ValueError(f'outer must be one of "mean", "weighted", "nesterov", but got {shown(kind)}')
-        if not number(lr) > 0:
-            raise ValueError(f"lr of the outer step must be a finite number > 0, but got lr={shown(lr)}")
-        if not 0 <= number(momentum) < 1:
-            raise ValueError(f"momentum of the outer step must be in [0, 1), but got momentum={shown(momentum)}")
-        self.kind, self.lr, self.momentum = kind, lr, momentum
+        require_one_of("outer", kind, "mean", "weighted", "nesterov", "elastic")
+        of = " of the outer step"
+        require(number(lr) > 0, "lr", "a finite number > 0", lr, of=of)
+        require(0 <= number(momentum) < 1, "momentum", "in [0, 1)", momentum, of=of)
+        require(0 < number(pull) <= 1, "pull", "in (0, 1]", pull, of=of)
+        self.kind, self.lr, self.momentum, self.pull = kind, lr, momentum, pull
         self.centre = Anchor()
         self.velocity: list[Tensor] = []
 
     def __repr__(self) -> str:
+        if self.kind == "elastic":
+            return f"OuterStep({self.kind!r}, pull={self.pull!r})"
         return f"OuterStep({self.kind!r}, lr={self.lr!r}, momentum={self.momentum!r})"
+
+    @property
+    def keeps_centre(self) -> bool:
+        return self.kind in ("nesterov", "elastic")
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
         """Remember where a round starts, unless it is known; to be called before any optimizer step."""
-        if self.kind == "nesterov" and not self.centre.copies:
+        if self.keeps_centre and not self.centre.copies:
             self.centre.renew(parameters)
-            self.velocity = [torch.zeros_like(copy) for copy in self.centre.copies]
+            self._rest()
+
+    def _rest(self) -> None:
+        """What has no velocity yet has none."""
+        if self.kind == "nesterov":
+            self.velocity += [torch.zeros_like(copy) for copy in self.centre.copies[len(self.velocity) :]]
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Parameters that join in mid-run start from where they are, at rest."""
         if self.centre.copies:
             self.centre.add(parameters)
-            self.velocity += [torch.zeros_like(copy) for copy in self.centre.copies[len(self.velocity) :]]
+            self._rest()
 
     def shares(self, losses: FloatArray, healthy: NDArray[np.bool_]) -> FloatArray | None:
         """What each replica counts in the mean, 1 on average over the healthy ones; None for equal shares."""
@@ -81,6 +104,8 @@ class OuterStep:
     @torch.no_grad()
     def apply_(self, parameters: Sequence[Tensor]) -> None:
         """Move the parameters, which are at the mean, on to where the next round starts."""
+        if self.kind == "elastic":
+            self.pull_(parameters)
         if self.kind != "nesterov":
             return
         for centre, velocity, parameter in zip(self.centre.copies, self.velocity, parameters, strict=True):
@@ -93,6 +118,30 @@ class OuterStep:
         self.centre.renew(parameters)
 
     @torch.no_grad()
+    def pull_(self, parameters: Sequence[Tensor], own: Sequence[Tensor] = (), num_replicas: int = 1) -> None:
+        """The elastic step, from the mean: the centre moves, and so do the parameters, to it or to where they belong.
+
+        ``own``: what the parameters were before the mean; they go from there.
+        """
+        for index, (centre, p) in enumerate(zip(self.centre.copies, parameters, strict=True)):
+            if p.is_floating_point() or p.is_complex():
+                place = torch.lerp(own[index], centre, self.pull / num_replicas) if own else None
+                centre.copy_(torch.lerp(centre, p, self.pull))
+                p.copy_(centre if place is None else place)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """The elastic centre comes back after the block, in which replicas may meet."""
+        before = [copy.clone() for copy in self.centre.copies] if self.kind == "elastic" else []
+        differ_from = self.centre.differ_from
+        try:
+            yield
+        finally:
+            for copy, value in zip(self.centre.copies, before, strict=False):
+                copy.copy_(value)
+            self.centre.differ_from = differ_from
+
+    @torch.no_grad()
     def restart(self, parameters: Sequence[Tensor]) -> None:
         """After a rollback: the round starts from ``parameters``, at rest."""
         if self.centre.copies:
@@ -103,9 +152,9 @@ class OuterStep:
     def state_dict(self, parameters: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """With ``parameters``: sharded as they are, and complete before a run has begun, to read a checkpoint into."""
         centre, velocity = self.centre.copies, self.velocity
-        if parameters is not None and self.kind == "nesterov" and not centre:
+        if parameters is not None and self.keeps_centre and not centre:
             centre = [local_tensor(p) for p in parameters]
-            velocity = [torch.zeros_like(t) for t in centre]
+            velocity = [torch.zeros_like(t) for t in centre] if self.kind == "nesterov" else []
         like = parameters if parameters is not None else centre
         return {
             "centre": [as_saved(t, p) for t, p in zip(centre, like, strict=False)],
@@ -117,17 +166,18 @@ class OuterStep:
         found = {
             name: tensors_of(state[name], parameters, f"the outer step's {name}") for name in ("centre", "velocity")
         }
-        for name, tensors in found.items():
-            if any(found.values()) and not tensors:
-                raise ValueError(f"the outer step's {name} must have the parameters' shapes; it is of another model")
+        if found["velocity"] and not found["centre"]:
+            raise ValueError("the outer step's centre must have the parameters' shapes; it is of another model")
+        if found["centre"] and not found["velocity"] and self.kind == "nesterov":
+            raise ValueError("the outer step's velocity must have the parameters' shapes; it is of another model")
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         self.centre.copies, self.velocity = [], []
-        if self.kind == "nesterov" and state["centre"]:
+        if self.keeps_centre and state["centre"]:
             self.begin(parameters)
-            saved = [*state["centre"], *state["velocity"]]
-            for mine, value, p in zip([*self.centre.copies, *self.velocity], saved, [*parameters] * 2, strict=True):
-                mine.copy_(own_part(value, p).detach())
+            for mine, saved in ((self.centre.copies, state["centre"]), (self.velocity, state["velocity"])):
+                for copy, value, p in zip(mine, saved, parameters, strict=False):  # there may be no velocity
+                    copy.copy_(own_part(value, p).detach())
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
