@@ -90,6 +90,8 @@ def test_it_holds_still_while_nothing_acts_and_after_broken_samples() -> None:
     learner.learn(np.array([math.nan]), acting=True)
     assert not learner.path.copies
     assert learner.value == 0.1
+    learner.add_step(optimizer)  # it begins again
+    assert [copy.shape for copy in learner.path.copies] == [(2,)]
 
 
 def test_it_is_resumed_exactly() -> None:

@@ -239,7 +239,7 @@ def probe_gradients(probe: Probe, model: nn.Module, parameters: Sequence[Tensor]
                 f"{'a tensor without one' if isinstance(loss, Tensor) else type(loss).__name__}; return the tensor "
                 "itself, without .item(), .detach() or torch.no_grad()"
             )
-        if any(sharding(p) is not None or type(p).__name__ == "FlatParameter" for p in parameters):
+        if any(sharding(p) is not None for p in parameters):
             return loss.detach(), _by_backward(loss, model, parameters)
         known = [p for p in parameters if p.requires_grad]
         found = iter(torch.autograd.grad(loss, known, allow_unused=True))
