@@ -94,7 +94,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_compiled_step_uses_the_weight_decay_that_was_learned(options: dict[str, bool]) -> None:
+def test_a_compiled_step_uses_the_weight_decay_that_was_learned(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     plain, compiled = Run(**options), Run(compiles=True, **options)
     expected, found = plain.advance(NUM_STEPS), compiled.advance(NUM_STEPS)

@@ -49,8 +49,8 @@ def agree(common: Common, knobs: KnobSet, facts: Mapping[str, Any], *, spread: f
     """The replicas; an error on all of them where ranks pass different arguments or hold different parameters."""
     if common.probe is not None and any(is_flat(p) for group in common.optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            "probe= needs each rank's part of the gradient of a loss of its own, which FullyShardedDataParallel (FSDP1) "
-            "gives for training steps alone; use fully_shard, or DDP"
+            "probe= needs each rank's part of the gradient of a loss of its own, which FullyShardedDataParallel "
+            "(FSDP1) gives for training steps alone; use fully_shard, or DDP"
         )
     apart = spread > 0 or common.gradients == "local" or any(knob.spread for knob in knobs)
     replicas = find_replicas(common.optimizer, common.process_group, spread=float(apart))
