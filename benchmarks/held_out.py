@@ -37,6 +37,8 @@ from held_out_data import SPLITS, TASKS, Data
 
 LRS, DECAYS = (3e-4, 1e-3, 3e-3), (0.0, 0.1, 1.0, 3.0)
 STARTS = ((1e-8, 0.0), (1e-3, 0.01), (1.0, 1.0))
+NUM_POINTS = 30
+"""Of a curve of the held-out loss."""
 KINDS = ("fixed", "plain", "probe", "learn")
 DEFAULTS = (1e-3, 0.01)
 """AdamW's own."""
@@ -157,8 +159,9 @@ def train(run: Run) -> dict[str, Any]:
         given["weight_decay"] = "learn"
     scheduler = AutoLR(optimizer, total_steps=run.steps, **given)
     seconds: list[float] = []
+    curve: list[tuple[int, Tensor]] = []
     began = time.perf_counter()
-    for _ in range(run.steps):
+    for step in range(1, run.steps + 1):
         started = time.perf_counter()
         loss = loss_of("train")
         torch.autograd.backward(loss)
@@ -166,7 +169,12 @@ def train(run: Run) -> dict[str, Any]:
         scheduler.step(loss)
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - started)
+        if step % max(1, run.steps // NUM_POINTS) == 0:
+            x, y = (rows[:2000] for rows in batches.rows["held_out"])
+            with torch.no_grad():
+                curve.append((step, data.loss(model(x), y)))
     found: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 2), **story(scheduler)}
+    found["held_out_curve"] = [[step, round(float(loss), 5)] for step, loss in curve]
     if probed and run.device == "cpu":
         found["probe_cost"] = probe_cost(seconds, probed)
     with torch.no_grad():
