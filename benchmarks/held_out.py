@@ -20,7 +20,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,8 @@ from held_out_data import SPLITS, TASKS, Data
 
 LRS, DECAYS = (3e-4, 1e-3, 3e-3), (0.0, 0.1, 1.0, 3.0)
 STARTS = ((1e-8, 0.0), (1e-3, 0.01), (1.0, 1.0))
+NUM_POINTS = 30
+"""Of a curve of the held-out loss."""
 KINDS = ("fixed", "plain", "probe", "learn")
 DEFAULTS = (1e-3, 0.01)
 """AdamW's own."""
@@ -157,8 +159,9 @@ def train(run: Run) -> dict[str, Any]:
         given["weight_decay"] = "learn"
     scheduler = AutoLR(optimizer, total_steps=run.steps, **given)
     seconds: list[float] = []
+    curve: list[tuple[int, Tensor]] = []
     began = time.perf_counter()
-    for _ in range(run.steps):
+    for step in range(1, run.steps + 1):
         started = time.perf_counter()
         loss = loss_of("train")
         torch.autograd.backward(loss)
@@ -166,7 +169,12 @@ def train(run: Run) -> dict[str, Any]:
         scheduler.step(loss)
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - started)
+        if step % max(1, run.steps // NUM_POINTS) == 0:
+            x, y = (rows[:2000] for rows in batches.rows["held_out"])
+            with torch.no_grad():
+                curve.append((step, data.loss(model(x), y)))
     found: dict[str, Any] = {"seconds": round(time.perf_counter() - began, 2), **story(scheduler)}
+    found["held_out_curve"] = [[step, round(float(loss), 5)] for step, loss in curve]
     if probed and run.device == "cpu":
         found["probe_cost"] = probe_cost(seconds, probed)
     with torch.no_grad():
@@ -204,8 +212,8 @@ def runs_of(options: argparse.Namespace) -> Iterable[Run]:
             yield Run(options.task, str(options.data), options.size, options.device, steps, kind, lr, decay, seed)
 
 
-def key_of(run: dict[str, Any]) -> tuple[float, float, int]:
-    return run["lr"], run["weight_decay"], run["seed"]
+def key_of(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(run[name] for name in ("kind", "lr", "weight_decay", "seed", "steps"))
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -236,7 +244,7 @@ def main() -> None:
     parser.add_argument("--decays", type=float, nargs="+", default=list(DECAYS))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS))
-    parser.add_argument("--grid", type=Path, help="take the fixed runs that this record has, which is of the same data")
+    parser.add_argument("--have", type=Path, nargs="+", default=[], help="records whose runs are taken over")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     data = TASKS[options.task](options.data, options.size)
@@ -244,7 +252,7 @@ def main() -> None:
         "settings": {
             k: str(v) if isinstance(v, Path) else v
             for k, v in vars(options).items()
-            if k not in ("data", "json", "grid")
+            if k not in ("data", "json", "have")
         },
         "provenance": {
             "hdet": __version__,
@@ -256,7 +264,6 @@ def main() -> None:
         "runs": [],
     }
     runs = list(runs_of(options))
-    grid, learning = ([r for r in runs if (r.kind == "fixed") == fixed] for fixed in (True, False))
 
     def keep(run: Run, found: dict[str, Any]) -> None:
         own = {name: getattr(run, name) for name in ("kind", "lr", "weight_decay", "seed", "steps")}
@@ -268,23 +275,27 @@ def main() -> None:
             head = json.dumps({k: v for k, v in record.items() if k != "runs"})[:-1]
             options.json.write_text(f'{head}, "runs": [\n{lines}\n]}}\n')
 
-    if options.grid:
-        old = json.loads(options.grid.read_text())
+    for path in options.have:
+        old = json.loads(path.read_text())
         if old["provenance"]["data_sha256"] != record["provenance"]["data_sha256"]:
-            raise SystemExit(f"{options.grid} is of other data")
-        record["provenance"]["grid_commit"] = old["provenance"].get("grid_commit", old["provenance"]["git_commit"])
-        wanted = {(run.lr, run.weight_decay, run.seed) for run in grid}
-        record["runs"] = [run for run in old["runs"] if run["kind"] == "fixed" and key_of(run) in wanted]
+            raise SystemExit(f"{path} is of other data")
+        wanted, commit = {key_of(vars(run)) for run in runs}, old["provenance"]["git_commit"]
+        record["runs"] += [{"commit": commit, **run} for run in old["runs"] if key_of(run) in wanted]
         have = {key_of(run) for run in record["runs"]}
-        grid = [run for run in grid if (run.lr, run.weight_decay, run.seed) not in have]
+        runs = [run for run in runs if key_of(vars(run)) not in have]
+    learning = [run for run in runs if run.kind != "fixed"]
+    fixed = [run for run in runs if run.kind == "fixed"]
+    # On a GPU side by side, on cores one after the other.
+    seeds = [None] if options.device != "cpu" else sorted({run.seed for run in fixed})
+    grids = [[run for run in fixed if seed in (None, run.seed)] for seed in seeds]
     with ProcessPoolExecutor(options.workers, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
         waiting: dict[Future[Any], list[Run]] = {}
-        if grid:
-            waiting[pool.submit(train_grid, grid)] = grid  # first: it takes longest
+        waiting |= {pool.submit(train_grid, grid): grid for grid in grids if grid}  # first: they take longest
         waiting |= {pool.submit(train, run): [run] for run in learning}
         for future in as_completed(waiting):
             ended = waiting[future]
-            for run, found in zip(ended, future.result() if ended is grid else [future.result()], strict=True):
+            results = future.result() if ended[0].kind == "fixed" else [future.result()]
+            for run, found in zip(ended, results, strict=True):
                 keep(run, found)
     show(record["runs"])
 

@@ -97,7 +97,7 @@ def digits(data: Path, size: int) -> Data:
     found = found[torch.randperm(len(found), generator=torch.Generator().manual_seed(0))]
     x, y = found[:, :-1] / 8 - 1, found[:, -1].long()
     ends = {"train": slice(600), "held_out": slice(600, 900), "test": slice(900, None)}
-    return Data({name: (x[part], y[part]) for name, part in ends.items()}, lambda: MLP(64, 10, widths=(256, 256)),
+    return Data({name: (x[part], y[part]) for name, part in ends.items()}, lambda: MLP(64, 10, widths=(128, 128)),
                 cross_entropy, 64, 1500)  # fmt: skip
 
 

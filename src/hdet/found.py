@@ -31,8 +31,8 @@ class Found:
         climb_steps: steps that the climb took, and that were undone; 0 where there was none.
         why: the climb was over, in plain English; empty where there was none, or it is not over.
         weight_decays: where it was learned, the last weight decay of each param group; nothing otherwise.
-        worse_since: step from which on held-out data asked for less training, to the end; None where they did not, or
-            there was no probe. Training could have ended there.
+        worse_since: step at which held-out loss was lowest, where it has been above that beyond doubt at the end; None
+            where it has not, or there was no probe. Training could have ended there.
 
     Example:
         >>> from hdet import Found
@@ -72,7 +72,7 @@ class Found:
         if self.weight_decays:
             text += "; weight decay " + " ".join(dict.fromkeys(f"{value:.3g}" for value in self.weight_decays))
         if self.worse_since is not None:
-            text += f"; held-out loss has asked for less training since step {self.worse_since}"
+            text += f"; held-out loss was lowest about step {self.worse_since}, and has risen since"
         return text
 
     def as_schedule(self, optimizer: Optimizer, total_steps: int | None = None) -> LambdaLR:

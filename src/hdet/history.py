@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -24,12 +25,16 @@ class HeldOut(NamedTuple):
         slope: of that loss over the logarithm of all learning rates since the anchor: above 0, less would have done.
         standard_error: of the slope; NaN, like the slope, while there are fewer than three samples.
         z: their ratio; 0 while they are not known.
+        mean: of the loss over about a dozen samples, the last of which count most; NaN while there are less than three.
+        mean_error: the standard error of that mean.
     """
 
     loss: float
     slope: float
     standard_error: float
     z: float
+    mean: float = math.nan
+    mean_error: float = math.nan
 
 
 @dataclass(frozen=True)

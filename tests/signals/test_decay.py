@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from hdet import Adapt, AutoLR, Found, knobs
 from hdet.controllers.hold import Hold
+from hdet.engine.journal import Journal
 from hdet.signals.decay import DecayLearner, is_coupled
 
 
@@ -90,6 +91,8 @@ def test_it_holds_still_while_nothing_acts_and_after_broken_samples() -> None:
     learner.learn(np.array([math.nan]), acting=True)
     assert not learner.path.copies
     assert learner.value == 0.1
+    learner.add_step(optimizer)  # it begins again
+    assert [copy.shape for copy in learner.path.copies] == [(2,)]
 
 
 def test_it_is_resumed_exactly() -> None:
@@ -160,7 +163,7 @@ def test_found_keeps_both(tmp_path: Any) -> None:
     found = Found(("all",), (0, 10), ((0.0,), (0.1,)), 10, weight_decays=(0.3,), worse_since=7)
     found.save(tmp_path / "found.json")
     assert Found.load(tmp_path / "found.json") == found
-    assert str(found).endswith("; weight decay 0.3; held-out loss has asked for less training since step 7")
+    assert str(found).endswith("; weight decay 0.3; held-out loss was lowest about step 7, and has risen since")
 
 
 def test_a_run_that_overfits_is_told_when_to_stop() -> None:
@@ -173,7 +176,29 @@ def test_a_run_that_overfits_is_told_when_to_stop() -> None:
     for _ in range(40):
         task.train(scheduler, 20)
         losses.append(task.final())
-    best, found = 20 * (int(np.argmin(losses)) + 1), scheduler.found().worse_since
+    found = scheduler.found().worse_since
     assert losses[-1] > 1.2 * min(losses)
     assert found is not None
-    assert best < found < 800
+    assert 20 * int(np.argmin(losses)) <= found < 200
+    assert losses[found // 20 - 1] < 1.2 * min(losses)
+
+
+def test_what_was_lowest_is_resumed() -> None:
+    task, scheduler = make_run(400)
+    task.train(scheduler, 200)
+    journal = scheduler._rounds.journal
+    assert journal.lowest is not None
+    again = make_run(400)[1]
+    again.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+    assert again._rounds.journal.lowest == journal.lowest
+    state = copy.deepcopy(scheduler.state_dict())
+    state["rounds"]["lowest"] = [1.0]
+    with pytest.raises(ValueError, match="lowest must"):
+        again.load_state_dict(state)
+
+
+def test_the_journal_calls_a_loss_worse_where_both_errors_are_beaten() -> None:
+    journal = Journal()
+    for step, mean, worse in ((10, 1.0, None), (20, 0.5, None), (30, 0.75, None), (40, 0.8, 20), (50, 0.6, None)):
+        journal._follow(step, mean, 0.1)
+        assert journal.worse_since == worse

@@ -13,7 +13,7 @@ from hdet.policy.verdict import Verdict
 
 HISTORY_ROUNDS = 1000
 WORSE = 2.0
-"""Standard errors of the held-out slope above 0, beyond which more training makes held-out loss worse."""
+"""Standard errors, of both together, by which held-out loss has to be above its lowest to be called worse."""
 
 
 class Journal:
@@ -22,7 +22,8 @@ class Journal:
     Attributes:
         curve: the learning rates since its climb.
         sinks: called with each record.
-        worse_since: step since which held-out data have asked for less training; None where they do not.
+        lowest: step, mean and standard error of the lowest mean held-out loss so far; None without a probe.
+        worse_since: that step, where the mean is above it beyond doubt by now; None where it is not.
         resumed_from: where the next round is the first after a resume on another number of replicas, that of before.
     """
 
@@ -30,6 +31,7 @@ class Journal:
         self._records: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self.curve = Curve()
         self.sinks: list[Callable[[RoundRecord], object]] = []
+        self.lowest: tuple[int, float, float] | None = None
         self.worse_since: int | None = None
         self.resumed_from: int | None = None
 
@@ -52,9 +54,15 @@ class Journal:
             self.curve.add(record.step, record.base_values)
         elif not climbing:
             self.curve.begin(record.step, record.base_values)
-        if record.held_out is not None and not math.isnan(record.held_out.slope):
-            worse = record.held_out.z > WORSE
-            self.worse_since = (self.worse_since or record.step) if worse else None
+        if record.held_out is not None and not math.isnan(record.held_out.loss + record.held_out.mean):
+            self._follow(record.step, record.held_out.mean, record.held_out.mean_error)
         self.resumed_from = None
         for sink in self.sinks:
             sink(record)
+
+    def _follow(self, step: int, mean: float, error: float) -> None:
+        """A new mean of the held-out loss."""
+        if self.lowest is None or mean < self.lowest[1]:
+            self.lowest = (step, mean, error)
+        best, lowest, its_error = self.lowest
+        self.worse_since = best if mean - lowest > WORSE * math.hypot(error, its_error) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hdet.checks import whole_of
+from hdet.checks import numbers_of, whole_of
 from hdet.engine.curve import Curve
 from hdet.engine.rounds import RoundLoop
 from hdet.engine.state import read_round
@@ -24,6 +24,7 @@ def save_rounds(loop: RoundLoop) -> dict[str, Any]:
         **loop.averager.state_dict(climbing=loop.policy.climbing),
         "curve": loop.journal.curve.state_dict(),
         "worse_since": loop.journal.worse_since,
+        "lowest": list(loop.journal.lowest or ()),
         "losses": loop.tally.state_dict(),
         "num_ranks": loop.replicas.count,
         "signals": {signal.name: signal.state_dict() for signal in loop.signals},
@@ -43,6 +44,7 @@ def load_rounds(loop: RoundLoop, state: Mapping[str, Any], *, step: int) -> None
     curve = Curve.check_state(state["curve"])
     worse = state.get("worse_since")  # older states have none
     worse = None if worse is None else whole_of(worse, "worse_since")
+    lowest = numbers_of(state["lowest"], "lowest", 3).tolist() if state.get("lowest") else []
     start = loop.averager.check_start(state["start"])
     loop.policy.load_state_dict(state)  # checks everything before it changes anything
     loop.knobs.restart(starts)
@@ -63,6 +65,7 @@ def load_rounds(loop: RoundLoop, state: Mapping[str, Any], *, step: int) -> None
     )
     loop.journal.curve.load(curve)
     loop.journal.worse_since = worse
+    loop.journal.lowest = (int(lowest[0]), lowest[1], lowest[2]) if lowest else None
     loop.values.set_joined(saved.joined)
     loop.tally.load(saved.losses)
     loop.journal.resumed_from = saved.num_ranks if saved.num_ranks != loop.replicas.count else None

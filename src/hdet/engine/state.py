@@ -69,7 +69,7 @@ def adopted(state: Mapping[str, Any], *, round_index: int) -> dict[str, Any]:
         "quarantine": pack_quarantine(QuarantineState()),
         "left_at_mean": False, "anchor": [], "start": {},
         "curve": {"steps": [], "values": []},
-        "losses": None, "signals": {},
+        "losses": None, "signals": {}, "worse_since": None, "lowest": [],
     }  # fmt: skip
 
 

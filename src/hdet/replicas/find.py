@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate
 from torch.optim import Optimizer
 
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import mesh_groups, sharding
+from hdet.replicas.sharding import is_flat, mesh_groups, sharding
 
 
 def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None, *, spread: float) -> Replicas:
@@ -22,7 +22,7 @@ def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None,
     if not (dist.is_available() and dist.is_initialized()):
         return Replicas(None)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    has_shards = any(type(p).__name__ == "FlatParameter" or getattr(p, "_fsdp_flattened", False) for p in parameters)
+    has_shards = any(map(is_flat, parameters))
     shards_state = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
     if spread == 0:
         found = _spread_out(process_group or dist.group.WORLD, parameters)

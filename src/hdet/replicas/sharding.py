@@ -31,6 +31,11 @@ def sharding(parameter: Tensor) -> Sharding | None:
     return None if spec is None else Sharding(spec.mesh, spec.placements, spec.shape, tuple(spec.stride))
 
 
+def is_flat(parameter: Tensor) -> bool:
+    """Whether FullyShardedDataParallel (FSDP1) has it, which does not tell whose part is where."""
+    return type(parameter).__name__ == "FlatParameter" or bool(getattr(parameter, "_fsdp_flattened", False))
+
+
 def num_shards(parameter: Tensor) -> int:
     """Into how many parts a parameter is cut. Parts add up in a sum over ranks; copies have to be averaged."""
     found = sharding(parameter)

@@ -15,6 +15,7 @@ from hdet.policy.panel import NO_PANEL, Panel
 from hdet.replicas.find import find_replicas
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import check_parameters, shape_digest, trained_parameters
+from hdet.replicas.sharding import is_flat
 from hdet.schedulers._common import Common
 
 
@@ -46,6 +47,11 @@ def refuse_outer_step(common: Common) -> None:
 
 def agree(common: Common, knobs: KnobSet, facts: Mapping[str, Any], *, spread: float, wait: bool = True) -> Replicas:
     """The replicas; an error on all of them where ranks pass different arguments or hold different parameters."""
+    if common.probe is not None and any(is_flat(p) for group in common.optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            "probe= needs each rank's part of the gradient of a loss of its own, which FullyShardedDataParallel "
+            "(FSDP1) gives for training steps alone; use fully_shard, or DDP"
+        )
     apart = spread > 0 or common.gradients == "local" or any(knob.spread for knob in knobs)
     replicas = find_replicas(common.optimizer, common.process_group, spread=float(apart))
     parameters = trained_parameters(common.optimizer, common.model)

@@ -87,6 +87,8 @@ class HeldOutGradient(GradientSignal):
         self._probe_rows: list[Tensor] = []
         self.gap = Faded(self.num_columns, FADE)
         self.slope = Faded(1, FADE)
+        self.level = Faded(1, FADE)
+        """Of the held-out loss itself, wherever the anchor is."""
         self._num_renewed = self.anchor.num_renewed
         self.moved = False
         """Whether the anchor has moved since the run began: a model may have overfitted by now."""
@@ -145,6 +147,7 @@ class HeldOutGradient(GradientSignal):
             return self._reading(silent, silent)._replace(probed=self._probed(), learned=self._learned())
         mean, error = mean_and_error(self.samples)
         for row in self.probes:
+            self.level.add(row[-1:])
             slopes = row[: self.num_columns]
             known = np.isfinite(slopes - mean)  # a knob may have no gradient
             if known.any():
@@ -175,7 +178,10 @@ class HeldOutGradient(GradientSignal):
         slope, error, z = math.nan, math.nan, 0.0
         if self.slope.num >= MIN_PROBES:
             slope, error, z = (float(each[0]) for each in (self.slope.mean, self.slope.error, self.slope.z))
-        return HeldOut(float(losses.mean()) if len(losses) else math.nan, slope, error, z)
+        mean = mean_error = math.nan
+        if self.level.num >= MIN_PROBES:
+            mean, mean_error = float(self.level.mean[0]), float(self.level.error[0])
+        return HeldOut(float(losses.mean()) if len(losses) else math.nan, slope, error, z, mean, mean_error)
 
     def forget(self) -> None:
         super().forget()
@@ -190,6 +196,7 @@ class HeldOutGradient(GradientSignal):
             "probes": self.probes.tolist(),
             "gap": self.gap.state_dict(),
             "slope": self.slope.state_dict(),
+            "level": self.level.state_dict(),
             "decay": [] if self.decay is None else [self.decay.state_dict()],
         }
 
@@ -198,7 +205,7 @@ class HeldOutGradient(GradientSignal):
         whole_of(state["num_steps"], "num_steps")
         flag_of(state["moved"], "moved")
         unpack_samples(state["probes"], self.width)
-        for found in ("gap", "slope"):
+        for found in ("gap", "slope", "level"):
             getattr(self, found).check_state(state[found])
         for saved in self._decay_of(state):
             if self.decay is not None:
@@ -219,6 +226,7 @@ class HeldOutGradient(GradientSignal):
         self.num_steps, self.probes = int(state["num_steps"]), unpack_samples(state["probes"], self.width)
         self.gap.load_state_dict(state["gap"])
         self.slope.load_state_dict(state["slope"])
+        self.level.load_state_dict(state["level"])
         for saved in self._decay_of(state):
             if self.decay is not None:
                 self.decay.load_state_dict(saved)
@@ -240,7 +248,7 @@ def probe_gradients(probe: Probe, model: nn.Module, parameters: Sequence[Tensor]
                 f"{'a tensor without one' if isinstance(loss, Tensor) else type(loss).__name__}; return the tensor "
                 "itself, without .item(), .detach() or torch.no_grad()"
             )
-        if any(sharding(p) is not None or type(p).__name__ == "FlatParameter" for p in parameters):
+        if any(sharding(p) is not None for p in parameters):
             return loss.detach(), _by_backward(loss, model, parameters)
         known = [p for p in parameters if p.requires_grad]
         found = iter(torch.autograd.grad(loss, known, allow_unused=True))

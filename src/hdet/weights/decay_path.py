@@ -41,7 +41,8 @@ class DecayPath:
 
     def restart(self) -> None:
         """D = 0: what there was is no longer the way to these weights."""
-        self._kept.copies, self.lags, self.num_steps, self._shrinks = [], [], 0, []
+        self._kept = Anchor(stride=self._kept.stride)
+        self.lags, self.num_steps, self._shrinks = [], 0, []
 
     @torch.no_grad()
     def add_step(self, optimizer: Optimizer) -> None:
