@@ -19,6 +19,7 @@ pytest_plugins = ["stand_ins"]  # the fixture of all frameworks
 # A launched process imports the module of its test and everything that needs: seconds, unless it is there already.
 preload("pytest", "hypothesis", "hypothesis.strategies", "numpy.testing", "torch.distributed.fsdp")
 preload("hdet.lab.commands.train", "torch.utils.tensorboard", "torch._dynamo.backends.debugging")
+preload("torch.distributed.launcher.api", "transformers.trainer", "lightning.pytorch")  # where they are installed
 
 # How long an example takes says more about a shared machine than about the code.
 settings.register_profile("hdet", deadline=None)

@@ -58,9 +58,7 @@ def launch(
         >>> launch(dist.get_world_size, 2)
         [2, 2]
     """
-    context = mp.get_context("forkserver")
-    # Children fork from a server that has imported torch already: a tenth of a second each instead of several.
-    context.set_forkserver_preload([*_preloaded, "hdet.frozen"])
+    context = server()
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="hdet-") as folder:
         pipes: list[Connection] = []
@@ -87,8 +85,15 @@ def launch(
                 pipe.close()
 
 
+def server() -> multiprocessing.context.ForkServerContext:
+    """Processes fork from a server that has imported torch already: a tenth of a second each instead of several."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*_preloaded, "hdet.frozen"])
+    return context
+
+
 def preload(*modules: str) -> None:
-    """Have ``modules`` imported once for all processes instead of in each; call it before the first :func:`launch`."""
+    """Have ``modules`` imported once for all processes instead of in each; call it before the first one."""
     _preloaded.extend(name for name in modules if name not in _preloaded)
 
 

@@ -6,8 +6,6 @@ import json
 import multiprocessing as mp
 import re
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from hdet import cli
 from hdet.cluster.checkup import Question, examine
 from hdet.cluster.subject import Subject, load, traps
 from hdet.launch import launch
+from torchrun import torchrun
 
 SMALL = ["--parameters", "2e4", "--tensors", "3"]
 
@@ -95,8 +94,7 @@ def test_ranks_with_other_arguments_are_named_under_torchrun(tmp_path: Path) -> 
         "interval = '20' if os.environ['RANK'] == '1' else '10'\n"
         "sys.exit(main(['doctor', '--json', '--interval', interval, '--timeout-s', '1000']))\n"
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(launcher, capture_output=True, text=True, timeout=110)  # nobody waits for doctor's
+    done = torchrun(script, timeout_s=110)  # nobody waits for doctor's
     assert done.returncode != 0
     (line,) = done.stdout.splitlines()
     (problem,) = json.loads(line)["problems"]

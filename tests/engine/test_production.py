@@ -5,13 +5,8 @@ Real processes, real signals, and final weights compared with those of a run tha
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,33 +19,18 @@ from hdet.policy.spread import multipliers
 from hdet.testing import Fault, assert_same_weights, launch
 from native import FACES, INTERVAL, SPREAD, TOTAL_STEPS
 from production_script import make_runs, resume, save, train
+from torchrun import torchrun
 
 SCRIPT = Path(__file__).parents[1] / "support" / "production_script.py"
 Results = Sequence[dict[str, Any]]
 
 
 def _torchrun(folder: Path, *options: str) -> tuple[int, Results]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # torchrun hands the store of the first start on to the second, where gloo would look for processes that are gone.
-    environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with open(folder / "stderr", "w") as stderr:
-        process = subprocess.Popen(
-            [*command, "--max-restarts", "1", str(SCRIPT), str(folder), *options],
-            env={**os.environ, **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-        )
-        try:
-            process.wait(timeout=90)
-        finally:
-            process.kill()
-            process.wait()
-            for path in folder.glob("pid-*"):  # workers are in sessions of their own
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(path.name.removeprefix("pid-")), signal.SIGKILL)
+    done = torchrun(SCRIPT, str(folder), *options, max_restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     paths = [folder / f"result-{rank}.pt" for rank in range(2)]
-    assert all(path.exists() for path in paths), (folder / "stderr").read_text()
-    return process.returncode, [torch.load(path, weights_only=True) for path in paths]
+    assert all(path.exists() for path in paths), done.stderr
+    return done.returncode, [torch.load(path, weights_only=True) for path in paths]
 
 
 def _copy(folder: Path, to: Path, *, step: int) -> str:

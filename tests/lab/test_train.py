@@ -27,6 +27,7 @@ from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs.folder import METRICS
 from hdet.lab.runs.settings import Settings
 from hdet.lab.tasks import TextTask
+from torchrun import torchrun
 
 STEPS = 20
 SMALL = ["train", "small-gpt", "--steps", str(STEPS), "--interval", "4", "--lr", "1e-3"]
@@ -270,9 +271,7 @@ def test_ctrl_c_in_a_terminal_reaches_every_process(tmp_path: Path) -> None:
 
 def test_under_torchrun_it_trains_in_that_process_group(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hdet"]
-    arguments = [*SMALL, "--method", "gradient", "--json", "--out", str(folder)]
-    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, timeout=90)
+    done = torchrun("hdet", *SMALL, "--method", "gradient", "--json", "--out", str(folder))
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert json.loads(line)["status"] == "done"

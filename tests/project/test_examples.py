@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrun import Done, torchrun
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
@@ -21,14 +23,23 @@ def test_example(path: Path, tmp_path: Path) -> None:
         pytest.importorskip(package, reason=f"pip install 'hdet[{package}]'")
     lines = path.read_text().splitlines()
     assert len(lines) < 60
-    launcher = [] if package == "ray" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shown = "python" if package == "ray" else "torchrun --nproc-per-node 2"
     assert f": {shown} examples/{path.name}" in lines[0]
-    command = [sys.executable, *launcher, str(path)]
+    if package == "ray":
+        done = _fresh(tmp_path, str(path))
+    elif package == "ddp":  # one of them from the command line, in fresh interpreters
+        done = _fresh(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path))
+    else:
+        done = torchrun(path, folder=tmp_path, timeout_s=100, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"learned scale \d", done.stdout)) == 1, done.stdout
+
+
+def _fresh(folder: Path, *arguments: str) -> Done:
     process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -40,5 +51,4 @@ def test_example(path: Path, tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         raise
-    assert process.returncode == 0, err
-    assert len(re.findall(r"learned scale \d", out)) == 1, out
+    return Done(process.returncode, out, err)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -130,7 +131,6 @@ def main() -> None:
     parser.add_argument("--kill", type=int, help="step in which replica 1 gets SIGKILL, once")
     parser.add_argument("--preempt", type=int, help="step in which torchrun gets SIGTERM")
     options = parser.parse_args()
-    Path(options.folder, f"pid-{os.getpid()}").touch()  # for whoever has to clear up
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     restarted = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
@@ -138,6 +138,8 @@ def main() -> None:
     result = train(options.folder, faults, preempt_at=options.preempt, preempt=os.getppid)
     torch.save({**result, "records": None}, os.path.join(options.folder, f"result-{dist.get_rank()}.pt"))
     dist.destroy_process_group()
+    if result["ended_at"] < TOTAL_STEPS:
+        sys.exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
