@@ -47,6 +47,15 @@ def test_from_any_start_it_ends_where_steps_help_most(lr: float) -> None:
         assert 0.02 < lr * climb.scale < 2.0  # at 2 it diverges
 
 
+@pytest.mark.parametrize("noise", [0.1, 1.0])
+def test_first_losses_that_happen_to_be_close_to_each_other_end_nothing(noise: float) -> None:
+    """Two or three losses say little about their noise; what is far from them has not been moved by training."""
+    for seed in range(120):
+        climb = Climb(1000)
+        drive(climb, 1e-8, seed=seed, noise=noise)
+        assert 1e-8 * climb.scale > 0.02, seed
+
+
 @pytest.mark.parametrize("lr", [1e-6, 1e-2, 10.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_it_decides_as_the_oracle_does(lr: float, seed: int) -> None:

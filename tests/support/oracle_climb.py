@@ -16,11 +16,12 @@ def climb(steps: Sequence[Step], first_lr: float, total_steps: int) -> tuple[lis
     cap = min(max(total_steps / 10, 24), total_steps / 4, 200)
     scale = 0.01
     still: list[float] = []
+    moving: list[float] = []  # losses after that, until the last rise
     lrs: list[float] = []
     endings: list[str] = []
     at = 0
     while True:
-        used, ending, scale, raised, still, ok = _attempt(steps[at:], first_lr, scale, still, cap - at)
+        used, ending, scale, raised, still, ok = _attempt(steps[at:], first_lr, scale, still, moving, cap - at)
         lrs += used
         at += len(used)
         endings.append(ending)
@@ -32,8 +33,18 @@ def climb(steps: Sequence[Step], first_lr: float, total_steps: int) -> tuple[lis
         still = still[:1]
 
 
+def _noise(still: Sequence[float], moving: Sequence[float]) -> tuple[float, float]:
+    """Standard deviation of a loss, and what to multiply it by because it is not known exactly."""
+    bends = [(a - 2 * b + c) ** 2 / 6 for a, b, c in zip(moving, moving[1:], moving[2:], strict=False)]
+    num = max(len(still) - 1 + len(bends), 1)
+    variance = (float(np.square(np.array(still) - np.mean(still)).sum()) + sum(bends)) / num
+    if len(bends) >= 4:
+        variance = max(variance, float(np.mean(bends)))
+    return max(math.sqrt(variance), 1e-3 * abs(float(np.mean(still))), 1e-30), 1 + 2 / num + 20 / num**3
+
+
 def _attempt(
-    steps: Sequence[Step], first_lr: float, scale: float, still: list[float], cap: float
+    steps: Sequence[Step], first_lr: float, scale: float, still: list[float], moving: list[float], cap: float
 ) -> tuple[list[float], str, float, int, list[float], float]:
     still = list(still)
     used: list[float] = []
@@ -46,8 +57,8 @@ def _attempt(
         if not math.isfinite(loss):
             return used, "broken", scale, raised, still, ok
         if far and len(still) >= 2:
-            noise = max(float(np.std(still, ddof=1)), 1e-3 * abs(float(np.mean(still))), 1e-30)
-            far = abs(loss - float(np.mean(still))) <= (20 if len(still) == 2 else 4 + 8 / len(still)) * noise
+            noise, doubt = _noise(still, moving)
+            far = abs(loss - float(np.mean(still))) <= 4 * doubt * noise
         if far or len(still) < 2:
             still.append(loss)
         since.append((loss, slope / path if path > 0 else math.nan))
@@ -55,7 +66,7 @@ def _attempt(
         if path > 0:
             ys = np.array([y for _, y in since if math.isfinite(y)])
             first = float(np.mean(still))
-            noise = max(float(np.std(still, ddof=1)) if len(still) > 1 else 0.0, 1e-3 * abs(first), 1e-30)
+            noise, doubt = _noise(still, moving)
             if far and len(still) >= 3 and abs(slope) < 0.1 * noise:
                 rise = 1.4
             else:
@@ -73,8 +84,8 @@ def _attempt(
                     falls = bool(falls and early.mean() - late.mean() > 3 * spread * math.sqrt(2 / half))
                 clear = falls or (len(ys) == 2 and steepest > 0 and ys.max() < -steepest / 2)
                 recent = float(np.mean([each for each, _ in since[-4:]]))
-                top = min(lowest, first) + max(0.35 * max(first - lowest, 0), 2.5 * noise)
-                if loss > first + 8 * noise or (not clear and len(ys) >= 4 and recent > top):
+                top = min(lowest, first) + max(0.35 * max(first - lowest, 0), 2.5 * doubt * noise)
+                if loss > first + 8 * doubt * noise or (not clear and len(ys) >= 4 and recent > top):
                     ending = "broken"
                 elif clear or (len(ys) >= 4 and z < -2):
                     lowest = min(lowest, float(np.mean([each for each, _ in since])))
@@ -83,6 +94,8 @@ def _attempt(
                 elif len(ys) >= 16 or (len(ys) >= 4 and z > 2):
                     ending = "turned"
         if rise:
+            if not far:
+                moving += [each for each, _ in since]
             ok, scale, raised, since = scale, scale * math.exp(rise), raised + 1, []
         if not ending and len(used) >= cap:
             ending = "flat" if far else "limit"

@@ -28,6 +28,8 @@ FAR = 0.1
 MIN_SAMPLES, MAX_SAMPLES = 4, 16
 BACK: dict[Ending, float] = {"turned": 2.0, "broken": 4.0, "limit": 2.5}
 """What the last supported scale is divided by, by how the climb ended."""
+ENOUGH_BENDS = 4
+"""From so many on they tell the noise by themselves."""
 BROKEN_NOISE = 8.0
 """How many standard deviations above the loss before training a single loss has to be."""
 FAR_BELOW = 100.0
@@ -68,6 +70,9 @@ class Climb:
         self._begin()
         self.still: list[float] = []
         """Losses before anything had moved: what the loss is at first, and how far batches are apart."""
+        self.tail: list[float] = []
+        self.bends: list[float] = []
+        """Squares that add to what is known of the noise, where few losses were still."""
         self.num_blind = 0
 
     def _begin(self) -> None:
@@ -149,7 +154,7 @@ class Climb:
             return self._raise(FAST_RISE)
         if len(self.still) >= 3:
             self.is_far = False
-        if self.losses[-1] > start + BROKEN_NOISE * noise:
+        if self.losses[-1] > start + BROKEN_NOISE * self.doubt * noise:
             return "broken"  # worse than before training, beyond doubt
         found = np.array(self.slopes)
         down = -float(found.mean())
@@ -161,7 +166,7 @@ class Climb:
             return None
         recent = statistics.fmean(self.losses[-MIN_SAMPLES:])
         progress = max(start - self.lowest, 0.0)
-        if recent > min(self.lowest, start) + max(0.35 * progress, 5 * noise / math.sqrt(MIN_SAMPLES)):
+        if recent > min(self.lowest, start) + max(0.35 * progress, 5 * self.doubt * noise / math.sqrt(MIN_SAMPLES)):
             return "broken"
         # From successive differences: a trend is no noise.
         error = math.sqrt(float((np.diff(found) ** 2).sum()) / (2 * (len(found) - 1) * len(found)))
@@ -172,12 +177,10 @@ class Climb:
 
     def _has_moved(self, loss: float) -> bool:
         """Whether a loss is off those before anything had moved: slopes of clipped gradients are small all the time."""
-        num = len(self.still)
-        if not self.is_far or num < 2:
+        if not self.is_far or len(self.still) < 2:
             return False
         start, noise = self.start_and_noise()
-        # Few losses tell little about their noise, and two next to nothing.
-        return abs(loss - start) > (4 + 8 / num if num > 2 else 20) * noise
+        return abs(loss - start) > 4 * self.doubt * noise
 
     def _falls(self) -> bool:
         """Whether the loss falls, beyond doubt, at this learning rate, whatever the slope says.
@@ -197,8 +200,23 @@ class Climb:
     def start_and_noise(self) -> tuple[float, float]:
         """The loss before anything had moved, and the standard deviation of a single one."""
         start = statistics.fmean(self.still)
-        deviation = statistics.stdev(self.still) if len(self.still) > 1 else 0.0
-        return start, max(deviation, 1e-3 * abs(start), 1e-30)
+        squares = sum((loss - start) ** 2 for loss in self.still)
+        pooled = (squares + sum(self.bends)) / self._num_known
+        later = statistics.fmean(self.bends) if len(self.bends) >= ENOUGH_BENDS else 0.0
+        return start, max(math.sqrt(max(pooled, later)), 1e-3 * abs(start), 1e-30)
+
+    @property
+    def _num_known(self) -> int:
+        """Degrees of freedom of the noise."""
+        return max(len(self.still) - 1 + len(self.bends), 1)
+
+    @property
+    def doubt(self) -> float:
+        """What the noise is multiplied by where a mistake would be dear: few losses tell little, and two next to nothing.
+
+        About how much further out the 99% quantile of Student's t is than that of a normal distribution.
+        """
+        return 1 + 2 / self._num_known + 20 / self._num_known**3
 
     def _support(self, down: float) -> Literal["raise"]:
         self.lowest = min(self.lowest, statistics.fmean(self.losses))
@@ -207,6 +225,11 @@ class Climb:
         return self._raise(FAST_RISE if is_linear else RISE)
 
     def _raise(self, rise: float) -> Literal["raise"]:
+        if not self.is_far:
+            # Of three losses in a row, what a trend does not explain.
+            row = self.tail + self.losses
+            self.bends += (np.diff(row, 2) ** 2 / 6).tolist()
+            self.tail = row[-2:]
         self.supported = self.scale
         self.scale *= math.exp(rise)
         self.num_raised += 1
@@ -251,4 +274,4 @@ class Climb:
             setattr(self, name, list(state[name]) if name in _LISTS else state[name])
 
 
-_LISTS = ("still", "slopes", "losses")
+_LISTS = ("still", "tail", "bends", "slopes", "losses")
