@@ -29,7 +29,7 @@ GAIN, LIMIT, DOUBT = 0.1, 0.3, 1.0
 MAX_SHRINK = 0.1
 """Of the weights in one step: beyond, they are forgotten within ten."""
 DECOUPLED, COUPLED = (1e-4, 10.0, 0.1), (1e-6, 1.0, 1e-3)
-"""Lowest, highest and first weight decay, beside the gradient (AdamW) and inside it (SGD)."""
+"""Lowest, highest and lowest first weight decay, beside the gradient (AdamW) and inside it (SGD)."""
 
 
 class DecayLearner:
@@ -52,10 +52,13 @@ class DecayLearner:
         """Of the logarithm, from where it starts."""
         self._optimizer = weakref.ref(optimizer)  # not to keep its memory
         self.starts = [float(group["weight_decay"]) for group in optimizer.param_groups]
-        if not any(self.starts):
-            first = min(max(first, self.low), self.high)
+        given, first = max(self.starts), min(max(first, self.low), self.high)
+        if given == 0:
             self.starts = [first] * len(self.starts)
             tell(f"weight decay is 0 and to be learned: it starts at {first:g}, in every param group")
+        elif bounds is None and given < first:  # what it does goes with its size: of a low one little can be told
+            self.starts = [start * first / given for start in self.starts]
+            tell(f"weight decay is {given:g} and to be learned: it starts at {first:g}, where more can be seen of it")
         if not self.low <= max(self.starts) <= self.high:
             raise ValueError(
                 f"weight_decay must start inside [{self.low:g}, {self.high:g}] to be learned, but got {self.starts}; "
