@@ -125,9 +125,9 @@ def flag_line(tasks: Mapping[str, Task]) -> str:
     ends = [run["held_out_curve"][-1][1] / min(loss for _, loss in run["held_out_curve"]) - 1 for run in silent]
     close = sum(end <= 0.02 for end in ends)
     said = (
-        f"Of {len(probed)} runs with a probe that kept a curve of the loss on all held-out rows, the flag was up at the "
-        f"end of {len(flagged)}, and held-out loss had really risen since that step in {len(right)} of them. Of the "
-        f"{len(silent)} that it was silent in, {close} ended within 2% of the lowest point of their curve."
+        f"Of {len(probed)} runs with a probe that kept a curve of the loss on all held-out rows, the flag was up at "
+        f"the end of {len(flagged)}, and held-out loss had really risen since that step in {len(right)} of them. Of "
+        f"the {len(silent)} that it was silent in, {close} ended within 2% of the lowest point of their curve."
     )
     return textwrap.fill(said, 120) + "\n"
 
