@@ -129,7 +129,7 @@ def flag_line(tasks: Mapping[str, Task]) -> str:
         f"the end of {len(flagged)}, and held-out loss had really risen since that step in {len(right)} of them. Of "
         f"the {len(silent)} that it was silent in, {close} ended within 2% of the lowest point of their curve."
     )
-    return textwrap.fill(said, 120) + "\n"
+    return textwrap.fill(said, 120, break_on_hyphens=False) + "\n"
 
 
 def cost_table(folder: Path) -> str:
