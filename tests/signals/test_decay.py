@@ -54,6 +54,14 @@ def test_a_start_of_zero_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     assert scheduler.optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
+def test_a_low_start_is_raised_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hdet"):
+        assert make_run(start=0.01)[1].optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.1)
+    assert "weight decay is 0.01 and to be learned: it starts at 0.1, where more can be seen of it" in caplog.text
+    assert make_run(start=0.01, given=(1e-3, 1.0))[1].optimizer.param_groups[0]["weight_decay"] == 0.01
+    assert make_run(start=0.3)[1].optimizer.param_groups[0]["weight_decay"] == 0.3
+
+
 def test_groups_keep_their_ratios_and_zeros() -> None:
     model = nn.Linear(3, 3)
     groups = [{"params": [model.weight], "weight_decay": 0.2}, {"params": [model.bias], "weight_decay": 0.0}]

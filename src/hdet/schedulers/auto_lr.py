@@ -78,7 +78,8 @@ class AutoLR(RoundScheduler, LRScheduler):
             signal its gradient, in every twentieth step, says where the learning rate that fits fastest is too high for
             data that the model has not seen; with ``signal="loss"`` or ``knobs`` replicas are compared by it.
         weight_decay: ``"learn"`` to find it on the way, from the same probes; a pair for bounds of its own. Default
-            between 1e-4 and 10, and with SGD between 1e-6 and 1. Param groups keep their ratios.
+            from 1e-4 to 10, with a first value of at least 0.1; with SGD from 1e-6 to 1, and at least 0.001. Param
+            groups keep their ratios.
         adapt: how the scale adapts: controller, spread, anchor, where it starts and when it may move.
         copies: where copies of the weights live.
         faults: what is done about broken rounds and replicas.
