@@ -215,7 +215,8 @@ class Averaging(_Options):
     """How replicas are averaged; passed as ``averaging=``.
 
     Attributes:
-        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"`` or an ``OuterStep``.
+        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"fittest"``, ``"nesterov"`` or
+            an ``OuterStep``.
         optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
             and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
             rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
@@ -238,7 +239,7 @@ class Averaging(_Options):
         "OuterStep('nesterov', lr=0.7, momentum=0.9)"
     """
 
-    outer: OuterStep | Literal["mean", "weighted", "nesterov"] = "mean"
+    outer: OuterStep | Literal["mean", "weighted", "fittest", "nesterov"] = "mean"
     optimizer_state: StatePolicy = "keep"
     transport: Transport = "full"
     fragments: int = 1
