@@ -33,10 +33,11 @@ from hdet.controllers.valley import ValleyController
 from hdet.lab.models.gpt import GPT
 from hdet.lab.models.mlp import MLP
 from hdet.lab.runs import provenance
+from hdet.schedulers._horizon import PATIENCE
 from hdet.weights.outer import OuterStep
 from held_out_data import TASKS, Data
 
-N, GENERATIONS, PATIENCE, SHORT = 4, 6, 0.03, 20
+N, GENERATIONS, SHORT = 4, 6, 20
 BOUNDS = {"dropout": (0.0, 0.9), "decay": (1e-4, 300.0), "temperature": (1e-3, 100.0)}
 SPREADS = {"dropout": 0.5, "decay": 4.0, "temperature": 2.0}
 """Half a window, in widths of the range (dropout) or natural logarithms."""

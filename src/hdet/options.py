@@ -73,6 +73,9 @@ class Adapt(_Options):
             than ten million parameters every eighth step, or as often as four samples a round need.
         assignment: how replicas share out the values of several knobs: ``"balanced"``, as orthogonal as their number
             allows, or ``"permutation"``, the paper's independent permutations.
+        horizon: how far ahead a knob of Explorer's is judged. ``"short"``: by what it does within a round, whose
+            replicas are close together. ``"long"``: rounds are generations, a sixth of the run or so; replicas stand
+            over a wide window of one knob, and go on from the fittest by held-out loss. For what regularises.
 
     Example:
         >>> from hdet import Adapt
@@ -93,6 +96,7 @@ class Adapt(_Options):
     bounds: tuple[float, float] = (1e-12, 1e12)
     sample_every: int | None = None
     assignment: Literal["balanced", "permutation"] = "balanced"
+    horizon: Literal["short", "long"] = "short"
 
     def __post_init__(self) -> None:
         methods = [callable(getattr(self.controller, name, None)) for name in ("init", "update")]
@@ -123,6 +127,7 @@ class Adapt(_Options):
         fine = self.sample_every is None or whole(self.sample_every) >= 1
         require(fine, "sample_every", "an integer >= 1", self.sample_every)
         require_one_of("assignment", self.assignment, "balanced", "permutation")
+        require_one_of("horizon", self.horizon, "short", "long")
 
     def facts(self) -> dict[str, str]:
         return super().facts() | {"controller": type(self.controller).__name__}

@@ -70,6 +70,7 @@ def warn_if_alone(knobs: KnobSet, replicas: Replicas) -> None:
 
 def panel_beside_lr(common: Common, knobs: KnobSet) -> Panel:
     """The knobs as numbers, with a controller of their own, beside a learning rate that has another."""
+    common.adapt.refuse({"horizon": "a learning rate moves in every round, and only Explorer can hold it; use that"})
     if not len(knobs):
         return NO_PANEL
     controller = JointController() if any(knob.adapt for knob in knobs) else None
