@@ -39,7 +39,7 @@ from held_out_data import TASKS, Data
 
 N, GENERATIONS, SHORT = 4, 6, 20
 BOUNDS = {"dropout": (0.0, 0.9), "decay": (1e-4, 300.0), "temperature": (1e-3, 100.0)}
-SPREADS = {"dropout": 0.5, "decay": 4.0, "temperature": 2.0}
+SPREADS = {"dropout": 0.3, "decay": 4.0, "temperature": 2.0}
 """Half a window, in widths of the range (dropout) or natural logarithms."""
 
 

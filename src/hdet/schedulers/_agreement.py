@@ -37,8 +37,12 @@ def make_knobs(common: Common, knobs: Sequence[Knob | LearningRate]) -> KnobSet:
     return found
 
 
-def refuse_outer_step(common: Common) -> None:
-    """Raise where replicas with a schedule share gradients, and something else than their mean is asked for."""
+def refuse_with_schedule(common: Common) -> None:
+    """Raise where replicas with a schedule share gradients, and something else than their mean is asked for.
+
+    And where a long horizon is: beside a learning rate that moves there is none.
+    """
+    common.adapt.refuse({"horizon": "a learning rate that is learned moves in every round; Explorer has it"})
     if common.gradients == "shared":
         reason = 'with a schedule it needs replicas that train on gradients of their own; pass gradients="local"'
         common.averaging.refuse({"outer": reason, "optimizer_state": reason})
@@ -70,7 +74,6 @@ def warn_if_alone(knobs: KnobSet, replicas: Replicas) -> None:
 
 def panel_beside_lr(common: Common, knobs: KnobSet) -> Panel:
     """The knobs as numbers, with a controller of their own, beside a learning rate that has another."""
-    common.adapt.refuse({"horizon": "a learning rate moves in every round, and only Explorer can hold it; use that"})
     if not len(knobs):
         return NO_PANEL
     controller = JointController() if any(knob.adapt for knob in knobs) else None
