@@ -41,7 +41,9 @@ def test_of_a_parabola_inside_the_window_it_is_the_lowest_point(best: float, ben
 def test_ends_of_the_window_missing_losses_and_patience(
     losses: list[float], patience: float, found: float, inside: bool
 ) -> None:
-    assert lowest(PLACES, np.array(losses), patience) == (pytest.approx(found), inside)
+    place, is_inside = lowest(PLACES, np.array(losses), patience)
+    assert place == pytest.approx(found)
+    assert is_inside == inside
 
 
 def test_of_two_replicas_the_better_one_counts_and_the_window_narrows() -> None:

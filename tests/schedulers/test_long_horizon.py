@@ -54,7 +54,8 @@ class _Run:
         )  # fmt: skip
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.model(x) - y).square().mean()
+        found: Tensor = (self.model(x) - y).square().mean()
+        return found
 
     def advance(self, until: int, broken: int | None = None) -> None:
         while self.explorer.last_epoch < until:
@@ -70,11 +71,12 @@ class _Run:
 
     def saved(self) -> Any:
         with self.explorer.converged():
-            states = self.model, self.optimizer, self.explorer
+            states: list[Any] = [self.model, self.optimizer, self.explorer]
             return copy.deepcopy([each.state_dict() for each in states])
 
     def load(self, saved: Any) -> None:
-        for each, state in zip((self.model, self.optimizer, self.explorer), saved, strict=True):
+        whole: list[Any] = [self.model, self.optimizer, self.explorer]
+        for each, state in zip(whole, saved, strict=True):
             each.load_state_dict(state)
 
     def found(self) -> dict[str, Any]:
