@@ -948,7 +948,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "outer": (
         _explore(knobs.Epsilon(), outer="median"),
-        'ValueError: outer must be one of "mean", "weighted", "nesterov", but got \'median\'',
+        'ValueError: outer must be one of "mean", "weighted", "fittest", "nesterov", but got \'median\'',
     ),
     "optimizer_state": (
         _explore(knobs.Epsilon(), optimizer_state="drop"),
