@@ -121,7 +121,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"kind": "median"}, r'outer must be one of "mean", "weighted", "nesterov", but got \'median\''),
+        ({"kind": "median"}, r'outer must be one of "mean", "weighted", "fittest", "nesterov", but got \'median\''),
         ({"lr": 0.0}, r"lr of the outer step must be a finite number > 0, but got lr=0.0"),
         ({"lr": math.nan}, r"lr of the outer step must be a finite number > 0, but got lr=nan"),
         ({"lr": math.inf}, r"lr of the outer step must be a finite number > 0, but got lr=inf"),
