@@ -75,6 +75,9 @@ class Adapt(_Options):
             than ten million parameters every eighth step, or as often as four samples a round need.
         assignment: how replicas share out the values of several knobs: ``"balanced"``, as orthogonal as their number
             allows, or ``"permutation"``, the paper's independent permutations.
+        horizon: how far ahead a knob of Explorer's is judged. ``"short"``: by what it does within a round, whose
+            replicas are close together. ``"long"``: rounds are generations, a sixth of the run or so; replicas stand
+            over a wide window of one knob, and go on from the fittest by held-out loss. For what regularises.
 
     Example:
         >>> from hdet import Adapt
@@ -95,6 +98,7 @@ class Adapt(_Options):
     bounds: tuple[float, float] = (1e-12, 1e12)
     sample_every: int | None = None
     assignment: Literal["balanced", "permutation"] = "balanced"
+    horizon: Literal["short", "long"] = "short"
 
     def __post_init__(self) -> None:
         methods = [callable(getattr(self.controller, name, None)) for name in ("init", "update")]
@@ -125,6 +129,7 @@ class Adapt(_Options):
         fine = self.sample_every is None or whole(self.sample_every) >= 1
         require(fine, "sample_every", "an integer >= 1", self.sample_every)
         require_one_of("assignment", self.assignment, "balanced", "permutation")
+        require_one_of("horizon", self.horizon, "short", "long")
 
     def facts(self) -> dict[str, str]:
         return super().facts() | {"controller": type(self.controller).__name__}
@@ -217,9 +222,9 @@ class Averaging(_Options):
     """How replicas are averaged; passed as ``averaging=``.
 
     Attributes:
-        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"nesterov"``, ``"elastic"`` or an
-            ``OuterStep``. ``"elastic"`` leaves replicas apart: it needs ``gradients="local"`` and equal learning rates,
-            and undoes no rounds.
+        outer: what becomes of the mean at a converge: ``"mean"``, ``"weighted"``, ``"fittest"``, ``"nesterov"``,
+            ``"elastic"`` or an ``OuterStep``. ``"elastic"`` leaves replicas apart: it needs ``gradients="local"`` and
+            equal learning rates, and undoes no rounds.
         optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
             and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
             rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each

@@ -948,7 +948,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "outer": (
         _explore(knobs.Epsilon(), outer="median"),
-        'ValueError: outer must be one of "mean", "weighted", "nesterov", "elastic", but got outer=\'median\'',
+        'ValueError: outer must be one of "mean", "weighted", "fittest", "nesterov", "elastic", but got '
+        "outer='median'",
     ),
     "optimizer_state": (
         _explore(knobs.Epsilon(), optimizer_state="drop"),

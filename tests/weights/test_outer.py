@@ -123,7 +123,7 @@ def test_a_state_of_another_model_is_refused() -> None:
     [
         (
             {"kind": "median"},
-            r'outer must be one of "mean", "weighted", "nesterov", "elastic", but got outer=\'median\'',
+            r'outer must be one of "mean", "weighted", "fittest", "nesterov", "elastic", but got outer=\'median\'',
         ),
         ({"lr": 0.0}, r"lr of the outer step must be a finite number > 0, but got lr=0.0"),
         ({"lr": math.nan}, r"lr of the outer step must be a finite number > 0, but got lr=nan"),
@@ -227,3 +227,12 @@ def test_tensors_of_the_state_come_in_the_order_of_the_parameters() -> None:
     momentum = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     _steps(momentum, parameters, range(1))
     assert [t.shape for t in state_tensors(momentum)] == [p.shape for p in parameters]
+
+
+def test_replicas_that_are_plainly_worse_do_not_count_among_the_fittest() -> None:
+    losses = np.array([1.0, 1.02, 2.0, math.nan])
+    shares = OuterStep("fittest").shares(losses, np.array([True, True, True, False]))
+    assert shares is not None
+    assert shares[:2] == pytest.approx(3 / (1 + math.exp(-1)) * np.array([1, math.exp(-1)]))
+    assert shares[2:] == pytest.approx([0, 0], abs=1e-15)
+    assert OuterStep("fittest").shares(np.array([0.0, 0.0]), np.array([True, True])) == pytest.approx([1, 1])

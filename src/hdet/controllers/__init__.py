@@ -5,5 +5,9 @@ from hdet.controllers.evidence import EvidenceController
 from hdet.controllers.hold import Hold
 from hdet.controllers.joint import JointController
 from hdet.controllers.paper import PaperController
+from hdet.controllers.valley import ValleyController
 
-__all__ = ["Controller", "Decision", "Evidence", "EvidenceController", "Hold", "JointController", "PaperController"]
+__all__ = [
+    "Controller", "Decision", "Evidence", "EvidenceController", "Hold", "JointController", "PaperController",
+    "ValleyController",
+]  # fmt: skip

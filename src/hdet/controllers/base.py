@@ -53,7 +53,8 @@ class Controller(Protocol):
 
     It may also have ``check_state(state)``, which raises ValueError for a loaded state it could not have made, and
     ``insert(index)``, which makes room where it has settings for each knob and one joins, and ``forget(state)``, which
-    keeps what is still true after a round was undone; without it the state starts afresh.
+    keeps what is still true after a round was undone; without it the state starts afresh. With ``widths(state)``, what
+    the spreads of a panel's knobs are multiplied by, replicas stand over a window that is moved inside the bounds.
     """
 
     def init(self, num_knobs: int) -> Any: ...

@@ -196,13 +196,17 @@ class Averager:
         if self.overlap and not at_once:
             self._flight = self.weights.depart(node)
             return math.nan, averaged
-        shares = self.outer.shares(verdict.losses, healthy)
+        # Who is fittest is luck where all had the same values.
+        differ = self.outer.kind != "fittest" or bool(np.ptp(verdict.multipliers, axis=1).any())
+        shares = self.outer.shares(verdict.losses, healthy) if differ else None
         share = 1.0 if shares is None else float(shares[self.replicas.index])
         pulled = elastic and not at_once
         own = [p.detach().clone() for p in self.weights.anchored()] if pulled else []
         distance = self.weights.average(healthy, step=step, share=share, node=node, part=part)
         if self.optimizer_state == "average":
-            self.weights.average_also(state_tensors(self.optimizer), healthy)
+            self.weights.average_also(
+                state_tensors(self.optimizer), healthy, share=share if self.outer.kind == "fittest" else 1.0
+            )
         elif self.optimizer_state == "reset":
             reset_state(self.optimizer)
         self._share(self.outer.centre)  # they go on from one place

@@ -27,6 +27,9 @@ FROM_SPACE: dict[str, Callable[[float], float]] = {
 }
 
 
+WINDOWS: dict[Space, float] = {"linear": 0.3, "log": 2.0, "logit": 2.0}
+
+
 class Knob:
     """Any scalar, by a getter and a setter.
 
@@ -88,6 +91,8 @@ class Knob:
         self.fair = acts != "training" if fair is None else fair
         self.check_signal = check_signal
         self._get, self._set = get, set
+        self.window = WINDOWS[space]
+        """Half of what a long horizon searches at first, as a position."""
         self.start = math.nan
         """The value at position 0; known once the knob is bound."""
 

@@ -103,6 +103,7 @@ class WeightDecay(_GroupKnob):
             "weight_decay", low=low, high=high, space="log", spread=spread, adapt=adapt, acts="update", fair=False,
             check_signal=check_signal,
         )  # fmt: skip
+        self.window = 4.0  # it is known less well than other settings
 
 
 class Epsilon(_GroupKnob):

@@ -212,7 +212,7 @@ class Climb:
 
     @property
     def doubt(self) -> float:
-        """What the noise is multiplied by where a mistake would be dear: few losses tell little, and two next to nothing.
+        """What the noise is multiplied by where a mistake would be dear: few losses tell little, two next to nothing.
 
         About how much further out the 99% quantile of Student's t is than that of a normal distribution.
         """

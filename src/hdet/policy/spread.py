@@ -58,8 +58,8 @@ def assign(num_replicas: int, num_knobs: int, *, seed: int, round_index: int, ba
 
     A pure function of its arguments. Signs, columns and replicas are shuffled in every round.
     """
-    if num_replicas == 1:
-        return np.zeros((num_knobs, 1))
+    if num_replicas == 1 or num_knobs == 0:
+        return np.zeros((num_knobs, num_replicas))
     if not balanced:
         return _permuted(num_replicas, num_knobs, seed=seed, round_index=round_index, first=0)
     if num_replicas & (num_replicas - 1) == 0:
@@ -78,6 +78,23 @@ def assign(num_replicas: int, num_knobs: int, *, seed: int, round_index: int, ba
         _permuted(num_replicas, num_knobs, seed=seed, round_index=round_index, first=i * num_knobs) for i in range(64)
     ]
     return min(draws, key=lambda places: float(np.abs(np.triu(places @ places.T, 1)).max(initial=0.0)))
+
+
+def inside_bounds(
+    base: FloatArray, offsets: FloatArray, low: FloatArray, high: FloatArray, *, moved: bool
+) -> FloatArray:
+    """Positions of knobs (rows) on the replicas (columns) within their bounds; ``base``, ``low``, ``high``: columns.
+
+    A knob near a bound is explored to one side only: what reaches beyond is cut off, or where ``moved`` the whole of it
+    is moved inside, so that places stay even.
+    """
+    if moved:
+        half = np.abs(offsets).max(axis=1, keepdims=True)
+        offsets = offsets * np.minimum(1.0, (high - low) / 2 / np.where(half > 0, half, 1.0))
+        half = np.minimum(half, (high - low) / 2)
+        base = np.clip(base, low + half, high - half)
+    positions: FloatArray = np.clip(base + offsets, low, high)
+    return positions
 
 
 def _permuted(num_replicas: int, num_knobs: int, *, seed: int, round_index: int, first: int) -> FloatArray:

@@ -14,7 +14,7 @@ import numpy as np
 from hdet.checks import LARGEST, FloatArray, flag_of, flags_of, mapping_of, numbers_of, shown, whole_of
 from hdet.controllers.base import Controller, Evidence, grown, pack_state, unpack_state
 from hdet.policy.panel import NO_PANEL, KnobEvidence, Looked, Panel
-from hdet.policy.spread import assign, fan_out
+from hdet.policy.spread import assign, fan_out, inside_bounds
 
 MAX_FALL = 2.0
 """How far the logarithm of a scale may fall before the anchor is renewed."""
@@ -118,6 +118,8 @@ class Steering:
             )
             return
         spreads = np.array([*[self.spread] * self.num_lrs, *self.panel.spreads])
+        if (widths := getattr(self.panel.controller, "widths", None)) is not None:
+            spreads = spreads * widths(self.panel_state)
         # What does not spread takes no column: it would be one less for the others to be orthogonal in.
         places = np.zeros((len(self.scales), self.num_replicas))
         places[spreads > 0] = assign(
@@ -128,9 +130,8 @@ class Steering:
             balanced=self.panel.balanced,
         )
         offsets = spreads[:, None] * places
-        # A knob at its bound is explored to one side only; the least squares sees where replicas really are.
-        base = np.log(self.scales)[:, None]
-        inside = np.clip(base + offsets, np.log(self.low)[:, None], np.log(self.high)[:, None]) - base
+        base, low, high = (np.log(row)[:, None] for row in (self.scales, self.low, self.high))
+        inside = inside_bounds(base, offsets, low, high, moved=widths is not None) - base
         self.multipliers = 1.0 + np.where(self.is_lr[:, None], offsets, inside)
 
     def add_lr(self) -> int:
@@ -183,7 +184,7 @@ class Steering:
             looked = looked._replace(lrs=dict(decision.info))
         if self.panel.controller is not None:
             self.panel_state, decision = self.panel.controller.update(
-                self.panel_state, Evidence(losses, self.multipliers)
+                self.panel_state, Evidence(losses, self.multipliers, progress=seen.get("progress"))
             )
             moved = np.array([*[self.panel.moves_lrs] * self.num_lrs, *self.panel.adapted])
             factors[moved] = decision.factors[moved]

@@ -38,8 +38,12 @@ def make_knobs(common: Common, knobs: Sequence[Knob | LearningRate]) -> KnobSet:
     return found
 
 
-def refuse_outer_step(common: Common) -> None:
-    """Raise where replicas with a schedule share gradients, and something else than their mean is asked for."""
+def refuse_with_schedule(common: Common) -> None:
+    """Raise where replicas with a schedule share gradients, and something else than their mean is asked for.
+
+    And where a long horizon is: beside a learning rate that moves there is none.
+    """
+    common.adapt.refuse({"horizon": "a learning rate that is learned moves in every round; Explorer has it"})
     if common.gradients == "shared":
         reason = 'with a schedule it needs replicas that train on gradients of their own; pass gradients="local"'
         common.averaging.refuse({"outer": reason, "optimizer_state": reason})

@@ -40,6 +40,7 @@ from hdet.weights.averaged import Weights
 from hdet.weights.columns import stride_of
 from hdet.weights.host import host_if_large
 from hdet.weights.snapshot import Snapshot
+from hdet.weights.tail import Tail
 
 HOST_COPY_STEPS = 100
 """At least so many steps lie between two copies to the host, which would otherwise cost some hundredths of the time."""
@@ -93,8 +94,9 @@ def make_loop(
             dtype=common.copies.anchor_dtype,
             stride=stride_of(common.copies.anchor_share, optimizer) if spread == 0 else 1,
         )
+    weights = Weights(optimizer, common.model, replicas, averaging.transport)
     signals = _make_signals(
-        common, replicas, knobs, panel, signal=signal, anchor=kept, knob_of_group=knob_of_group, whole=groups == "auto"
+        common, weights, knobs, panel, signal=signal, anchor=kept, knob_of_group=knob_of_group, whole=groups == "auto"
     )
     shows = spread > 0 or any(not each.compares for each in signals)
     steering = Steering(
@@ -130,7 +132,7 @@ def make_loop(
         )
     averager = Averager(
         optimizer,
-        Weights(optimizer, common.model, replicas, averaging.transport),
+        weights,
         apart=apart,
         shared_gradients=gradients != "local",
         anchor=kept,
@@ -184,7 +186,7 @@ def _check(common: Common, replicas: Replicas, *, apart: bool, signal: SignalNam
 
 def _make_signals(
     common: Common,
-    replicas: Replicas,
+    weights: Weights,
     knobs: KnobSet,
     panel: Panel,
     *,
@@ -198,7 +200,7 @@ def _make_signals(
     if signal == "gradient":
         assert anchor is not None
         every = common.adapt.sample_every or default_sample_every(common.optimizer, common.interval)
-        num_ranks = replicas.count * replicas.num_parts
+        num_ranks = weights.replicas.count * weights.replicas.num_parts
         if knobs.probe is None or len(knobs):
             signals.append(GradientSignal(anchor, knob_of_group, sample_every=every, num_ranks=num_ranks, whole=whole))
         else:  # nothing but the learning rate to ask held-out data about
@@ -216,7 +218,8 @@ def _make_signals(
                 )
             ]
     if knobs.probe is not None:
-        signals.append(ProbeSignal(knobs.probe, knobs.model))
+        tail = Tail(weights, common.interval) if common.adapt.horizon == "long" else None
+        signals.append(ProbeSignal(knobs.probe, knobs.model, tail))
     elif signal == "loss" or panel.controller is not None:
         signals.append(LossSignal())
     return signals

@@ -19,7 +19,7 @@ from hdet.found import Found
 from hdet.knobs import Knob
 from hdet.notices import tell
 from hdet.options import Adapt, Averaging, Copies, Faults
-from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
+from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_with_schedule, warn_if_alone
 from hdet.schedulers._auto_settings import SignalName, auto_settings, interval_for
 from hdet.schedulers._base import RoundScheduler
 from hdet.schedulers._build import make_loop
@@ -134,7 +134,7 @@ class AutoLR(RoundScheduler, LRScheduler):
             gradients=gradients, probe=probe, adapt=adapt, copies=copies, faults=faults, averaging=averaging,
             process_group=process_group, seed=seed, weight_decay=weight_decay,
         )  # fmt: skip
-        refuse_outer_step(common)
+        refuse_with_schedule(common)
         refuse_second(optimizer)
         spread = adapt.spread if kind == "loss" else 0.0
         beside = make_knobs(common, knobs)

@@ -22,6 +22,7 @@ from hdet.schedulers._base import RoundScheduler, write_lr
 from hdet.schedulers._build import make_loop
 from hdet.schedulers._common import Common, Gradients
 from hdet.schedulers._hooks import refuse_second
+from hdet.schedulers._horizon import check_long, last_decision, long_averaging, long_panel
 from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version, lrs_of
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
@@ -104,12 +105,17 @@ class Explorer(RoundScheduler):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, but got {type(model).__name__}")
+        is_long = isinstance(adapt, Adapt) and adapt.horizon == "long"
+        if is_long and isinstance(averaging, Averaging):
+            averaging = long_averaging(averaging)
         common = Common(
             optimizer=optimizer, model=model, interval=interval, total_steps=total_steps, knobs=knobs,
             gradients=gradients, probe=probe, adapt=adapt, copies=copies, faults=faults, averaging=averaging,
             process_group=process_group, seed=seed,
         )  # fmt: skip
         adapt.refuse(_UNUSED)
+        if is_long:
+            check_long(common)
         refuse_second(optimizer)
         rates = [knob for knob in knobs if isinstance(knob, LearningRate)]
         if len(rates) > 1:
@@ -140,9 +146,12 @@ class Explorer(RoundScheduler):
         panel = others.panel(
             joint if adapts else None, moves_lrs=rate.adapt, balanced=adapt.assignment == "balanced"
         )  # fmt: skip
+        acting: tuple[float, float] = (common.start_steps, math.inf)
+        if is_long:
+            panel, acting = long_panel(others, num_lrs), (0, last_decision(common))
         loop = make_loop(
-            common, replicas, others, panel, controller=None, spread=rate.spread, acting=(common.start_steps, math.inf),
-            step=0, groups=rate.groups, bounds=None if rates else (1.0, 1.0),
+            common, replicas, others, panel, controller=None, spread=rate.spread, acting=acting,
+            step=0, groups=rate.groups, bounds=None if rates else (1.0, 1.0), rollback=not is_long,
         )  # fmt: skip
         self._last_lr = list(self._base_lrs)
         self._attach(optimizer, loop)

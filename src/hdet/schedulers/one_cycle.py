@@ -17,7 +17,7 @@ from hdet.controllers import PaperController
 from hdet.engine.saving import load_rounds, save_rounds
 from hdet.knobs import Knob, Momentum
 from hdet.options import Adapt, Averaging, Copies, Faults
-from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_outer_step, warn_if_alone
+from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_with_schedule, warn_if_alone
 from hdet.schedulers._auto_settings import auto_settings
 from hdet.schedulers._base import RoundScheduler
 from hdet.schedulers._build import make_loop
@@ -146,7 +146,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         check_warmup(given, knobs_adapt=any(knob.adapt for knob in knobs))
         check_last_epoch(last_epoch, optimizer, cycle_momentum)
         refuse_unused(adapt, signal)
-        refuse_outer_step(common)
+        refuse_with_schedule(common)
         refuse_second(optimizer)
         if cycle_momentum and any(type(knob) is Momentum for knob in knobs):
             raise ValueError("knobs must not contain Momentum while the schedule moves it; pass cycle_momentum=False")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from hdet.checks import FloatArray
+from hdet.checks import FloatArray, whole_of
 from hdet.replicas.group import Replicas
 from hdet.signals.base import Reading, Signal
 from hdet.signals.loss import Loss
+from hdet.weights.tail import Tail
 
 Probe = Callable[[], Loss]
 
@@ -23,18 +26,24 @@ class ProbeSignal(Signal):
     Args:
         probe: returns the loss.
         model: put into evaluation mode meanwhile.
+        tail: of the round, which is probed in the place of the weights at its end; None for those.
     """
 
     name = "probe"
 
-    def __init__(self, probe: Probe, model: nn.Module | None) -> None:
+    def __init__(self, probe: Probe, model: nn.Module | None, tail: Tail | None = None) -> None:
         self.probe = probe
         self.model = model
+        self.tail = tail
         self._own: float | None = None
         self._losses: FloatArray | None = None
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self.tail is not None:
+            self.tail.before_step()
+
     def measure(self, training_at_base: AbstractContextManager[None]) -> None:
-        with training_at_base:
+        with training_at_base, nullcontext() if self.tail is None else self.tail.in_place():
             self._own = evaluate(self.probe, self.model)
 
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
@@ -48,6 +57,18 @@ class ProbeSignal(Signal):
 
     def forget(self) -> None:
         self._own = self._losses = None
+        if self.tail is not None:
+            self.tail.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.tail is None else {"steps": self.tail.steps}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        whole_of(state.get("steps", 0), "steps of the tail")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.tail is not None:
+            self.tail.restart(int(state.get("steps", 0)))
 
 
 def evaluate(probe: Probe, model: nn.Module | None) -> float:

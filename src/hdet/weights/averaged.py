@@ -170,9 +170,9 @@ class Weights:
         self._trainable = self._requiring_grad()
         return Flight(tensors, node or self.replicas)
 
-    def average_also(self, tensors: list[Tensor], healthy: BoolArray) -> None:
+    def average_also(self, tensors: list[Tensor], healthy: BoolArray, *, share: float = 1.0) -> None:
         """The mean of other tensors, such as an optimizer's state."""
-        mean_([memory_view(t) for t in tensors], self.replicas, healthy.tolist(), self._buffers)
+        mean_([memory_view(t) for t in tensors], self.replicas, healthy.tolist(), self._buffers, share=share)
 
     def repair(self, tensors: Iterable[Tensor], healthy: BoolArray, *, alike: bool) -> None:
         """A replica that is not healthy receives the mean of the others, who keep what they have to the last bit.
