@@ -22,6 +22,8 @@ demo: .venv/.demo
 	$(BIN)/hdet demo
 
 # In the order of the folders: files with few tests, which xdist would leave for the end, are among the longest.
+# Hundreds of processes import the package and its tests, which are compiled once, whatever the environment says.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint types browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

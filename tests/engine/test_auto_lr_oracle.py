@@ -78,6 +78,7 @@ SCENARIOS = [
     _climb("climb, a round a step", "sgd", (0.2,), total_steps=200, seed=25, interval=1, constant=True),
 ]
 
+TWIN_REPLICAS = (2, 4)
 # The paper's method through AutoLR: anchor at the last converge, its controller, a scale for each group.
 TWINS = {
     "sgd": {"optimizer": "sgd", "max_lr": (0.3,)},
@@ -210,7 +211,7 @@ def train_twins(optimizer: str, max_lr: tuple[float, ...], cycle_momentum: bool 
 def train_all(scenarios: list[AnchorScenario]) -> dict[str, Any]:
     warnings.simplefilter("error")
     out: dict[str, Any] = {s.name: train(s) for s in scenarios}
-    if dist.get_world_size() > 1:
+    if dist.get_world_size() in TWIN_REPLICAS:
         out["twins"] = {name: train_twins(**options) for name, options in TWINS.items()}  # type: ignore[arg-type]
     return out
 
@@ -320,7 +321,7 @@ def test_with_the_gradient_signal_replicas_stay_equal(num_replicas: int, name: s
         assert np.array_equal(first.lrs, other.lrs)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("num_replicas", TWIN_REPLICAS)
 @pytest.mark.parametrize("name", TWINS)
 def test_from_the_last_round_with_the_papers_controller_it_is_onecycleautolr(num_replicas: int, name: str) -> None:
     for result in run(num_replicas):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,42 +22,33 @@ from hdet.launch import launch
 STEPS = 60
 
 
-class _Whole(Run):
-    """Weights as a whole, however they are sharded."""
-
-    @property
-    def weights(self) -> list[float]:
-        tensors = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
-        return [value for t in tensors for value in t.detach().flatten().tolist()]
-
-
 def _place() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def _ddp(**options: Any) -> _Whole:
-    return _Whole(model=DistributedDataParallel(net()), place=_place(), named=True, **options)
+def _ddp(**options: Any) -> Run:
+    return Run(model=DistributedDataParallel(net()), place=_place(), named=True, **options)
 
 
-def _fsdp(**options: Any) -> _Whole:
+def _fsdp(**options: Any) -> Run:
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return _Whole(model=model, place=_place(), named=True, **options)
+    return Run(model=model, place=_place(), named=True, **options)
 
 
-def _hsdp(**options: Any) -> _Whole:
+def _hsdp(**options: Any) -> Run:
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    return _Whole(model=model, place=_place(), named=True, **options)
+    return Run(model=model, place=_place(), named=True, **options)
 
 
-def _tensor_parallel(**options: Any) -> _Whole:
+def _tensor_parallel(**options: Any) -> Run:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = parallelize_module(net(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return _Whole(model=model, named=True, **options)  # all ranks have the whole batch
+    return Run(model=model, named=True, **options)  # all ranks have the whole batch
 
 
-def _tell(run: _Whole) -> dict[str, Any]:
+def _tell(run: Run) -> dict[str, Any]:
     first = run.weights
     ended = run.climb()
     back = run.weights == first
@@ -94,7 +84,7 @@ def _on_ranks(kinds: tuple[str, ...]) -> dict[str, Any]:
         out["resumes"] = _resumes()
         model = DistributedDataParallel(net())
         optimizer = make_optimizer("adam", model.parameters())
-        beside = _Whole(model=model, optimizer=optimizer, place=_place(), named=True, knobs=[Momentum()])
+        beside = Run(model=model, optimizer=optimizer, place=_place(), named=True, knobs=[Momentum()])
         out["knobs"] = _tell(beside)
     return out
 
@@ -107,7 +97,7 @@ def _launched(num_ranks: int) -> list[dict[str, Any]]:
 
 @functools.cache
 def _alone() -> dict[str, Any]:
-    return _tell(_Whole())
+    return _tell(Run())
 
 
 @pytest.mark.parametrize(

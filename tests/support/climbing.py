@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet import AutoLR
+from native import gathered, held, weights
 from options import grouped
 
 TOTAL_STEPS = 400
@@ -108,11 +109,12 @@ class Run:
 
     def advance(self, until: int) -> list[tuple[list[float], list[float]]]:
         """Learning rates and weights after each step."""
-        rows = []
+        lrs, parts = [], []
         while self.scheduler.last_epoch < until:
             self.step()
-            rows.append((self.lrs, self.weights))
-        return rows
+            lrs.append(self.lrs)
+            parts.append(held(self.model))
+        return list(zip(lrs, gathered(self.model, parts), strict=True))
 
     @property
     def lrs(self) -> list[float]:
@@ -126,7 +128,7 @@ class Run:
 
     @property
     def weights(self) -> list[float]:
-        return [value for p in self.model.parameters() for value in p.detach().flatten().tolist()]
+        return weights(self.model)
 
     def everything(self) -> tuple[Any, Any]:
         """Weights, buffers and optimizer state, as they are now."""

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR
 from hdet.knobs import LearningRate
+from hdet.replicas.sharding import local_tensor
 from options import grouped
 
 TOTAL_STEPS, INTERVAL, SPREAD, MAX_LR = 12, 4, 0.3, 0.05
@@ -122,11 +123,12 @@ class Run:
         self.scheduler.step(loss)
 
     def advance(self, until: int) -> list[Any]:
-        rows = []
+        lrs, parts = [], []
         while self.scheduler.last_epoch < until:
             self.step()
-            rows.append((self.lrs(), self.weights()))
-        return rows
+            lrs.append(self.lrs())
+            parts.append(held(self.model))
+        return list(zip(lrs, gathered(self.model, parts), strict=True))
 
     def lrs(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -149,6 +151,27 @@ def weights(model: nn.Module) -> list[float]:
     """All of them, of sharded parameters too."""
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     return [v for t in whole for v in t.detach().flatten().tolist()]
+
+
+def held(model: nn.Module) -> list[Tensor]:
+    """What this process has of the weights, as they are now."""
+    return [local_tensor(p).detach().clone() for p in model.parameters()]
+
+
+def gathered(model: nn.Module, steps: list[list[Tensor]]) -> list[list[float]]:
+    """All weights after each of several steps, from what was held: one collective for each parameter."""
+    if not steps:
+        return []
+    rows = [torch.empty(0, len(steps))]  # there are models that show no parameters
+    for p, parts in zip(model.parameters(), zip(*steps, strict=True), strict=True):
+        whole = torch.stack(parts, dim=-1)
+        if isinstance(p, DTensor):
+            shape = torch.Size([*p.shape, len(steps)])
+            stride = torch.empty(shape, device="meta").stride()
+            whole = DTensor.from_local(whole, p.device_mesh, p.placements, shape=shape, stride=stride).full_tensor()
+        rows.append(whole.flatten(0, -2))
+    every: list[list[float]] = torch.cat(rows).T.tolist()
+    return every
 
 
 def everyone(value: Any) -> list[Any]:
