@@ -368,6 +368,19 @@ def test_a_slow_converge_is_said_once_by_those_who_waited() -> None:
     assert launch(_slow, 2, 1.0) == [[], []]
 
 
+def test_on_one_process_there_is_nobody_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdet.engine.clock, "SLOW_S", 0.0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = AutoLR(optimizer, total_steps=12, averaging=Averaging(slow_share=1e-9))
+    for _ in range(12):
+        loss = model(torch.ones(1, 2)).square().mean()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        scheduler.step(loss)  # a warning would be an error
+    assert scheduler.history[-1].converge_s is not None
+
+
 # -- overlap and nodes --------------------------------------------------------------------------------------------
 
 LR, STEPS = 0.05, 7 * T

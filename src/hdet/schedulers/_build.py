@@ -162,7 +162,7 @@ def make_loop(
         policy,
         signals,
         values,
-        clock=Clock(averaging.slow_share),
+        clock=Clock(averaging.slow_share if replicas.count > 1 else math.inf),  # nobody to wait for
         local=(lambda: _without_sync(common.model)) if gradients == "local" else None,
         skip_nonfinite=faults.skip_nonfinite,
     )
