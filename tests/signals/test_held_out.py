@@ -237,22 +237,6 @@ def test_after_that_only_probes_decide() -> None:
     assert set(late) <= probed
 
 
-def test_both_settings_hold_still_at_a_mean_of_where_they_have_been() -> None:
-    task, scheduler = make_run(600, weight_decay="learn")
-    task.train(scheduler, 600)
-    level, hold = ([r for r in scheduler.history if r.phase == phase] for phase in ("level", "hold"))
-    weights = np.arange(1, len(level) + 1) * np.arange(2, len(level) + 2)
-    mean = float((weights * np.log([r.scales[0] for r in level])).sum() / weights.sum())
-    assert [r.scales[0] for r in hold] == pytest.approx([math.exp(mean)] * len(hold))
-    decays = [r.knobs["weight_decay"].base for r in level]
-    assert min(decays) < hold[-1].knobs["weight_decay"].base < max(decays)
-    assert len({r.knobs["weight_decay"].base for r in hold[5:]}) == 1
-    task, scheduler = make_run(600, probed=False)
-    task.train(scheduler, 600)
-    last = [r.scales for r in scheduler.history if r.phase in ("level", "hold")][-1]
-    assert last == [r.scales for r in scheduler.history if r.phase == "level"][-1]  # without a probe as ever
-
-
 def test_it_is_resumed_exactly() -> None:
     task, scheduler = make_run(400)
     task.train(scheduler, 150)

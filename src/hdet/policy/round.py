@@ -19,7 +19,6 @@ from hdet.policy.climb import WHY, Climb
 from hdet.policy.panel import Looked
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
-from hdet.policy.settled import Settled
 from hdet.policy.steering import Steering
 from hdet.policy.verdict import Observed, Verdict
 
@@ -40,7 +39,6 @@ class RoundPolicy:
         anchored: whether effects are measured from an anchor.
         anchor_rounds: renew the anchor every so many rounds; None for never.
         repairable: whether a replica that is left out can be given the others' weights; another shard's cannot.
-        settles: whether learning rates that hold still do so at the mean of where they have been.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class RoundPolicy:
         anchored: bool = False,
         anchor_rounds: int | None = None,
         repairable: bool = True,
-        settles: bool = False,
     ) -> None:
         self.steering = steering
         self.interval = interval
@@ -71,7 +68,6 @@ class RoundPolicy:
         self.anchored = anchored
         self.anchor_rounds = anchor_rounds
         self.repairable = repairable
-        self.settled = Settled() if settles else None
 
     # -- when ---------------------------------------------------------------------------------------------------
 
@@ -141,10 +137,6 @@ class RoundPolicy:
             progress = None if math.isinf(end) else seen.step / end
             looked = steering.decide(compared, seen.slopes, whole=seen.whole, progress=progress)
             fallen = self.anchored and steering.wants_new_anchor()
-            if self.settled is not None:
-                self.settled.add(np.log(steering.scales))
-        elif self.settled is not None and seen.step > self.acting[1] and (mean := self.settled.take()) is not None:
-            steering.multiply(np.exp(mean) / steering.scales)
         if seen.last and self.rollback is not None and self.rollback.num_rollbacks > 1:
             messages += (f"{self.rollback.num_rollbacks} rounds of this run were undone; scheduler.history says why",)
         renewed = self.anchored and self.anchor_rounds is not None and (index + 1) % self.anchor_rounds == 0
@@ -277,7 +269,6 @@ class RoundPolicy:
             **(self.rollback.state_dict() if self.rollback is not None else NO_ROLLBACK),
             "quarantine": pack_quarantine(self.quarantine_state),
             "climb": None if self.climb is None else self.climb.state_dict(),
-            "settled": None if self.settled is None else self.settled.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,13 +276,8 @@ class RoundPolicy:
         quarantine_state = unpack_quarantine(state["quarantine"])
         Rollback.check_state(state)
         climb = Climb.check_state(state["climb"])
-        settled = state.get("settled")  # older states have none
-        if settled is not None:
-            Settled.check_state(settled)
         self.steering.load_state_dict(state)  # checks everything before it changes anything
         self.quarantine_state = quarantine_state
-        if self.settled is not None:
-            self.settled.load_state_dict(settled or Settled().state_dict())
         if self.rollback is not None:
             self.rollback.load_state_dict(state)
         # A run that is continued is past its climb, unless its own was under way.

@@ -240,7 +240,7 @@ class Steering:
         """Whether :meth:`rise` wants to know how the schedule moves."""
         return self.on_ramp or True in self.rising.tolist()
 
-    def multiply(self, factor: float | FloatArray) -> None:
+    def multiply(self, factor: float) -> None:
         """Move all learning rates."""
         self.scales = self._inside(np.where(self.is_lr, self.scales * factor, self.scales))
 

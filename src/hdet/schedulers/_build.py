@@ -122,7 +122,6 @@ def make_loop(
         anchored=kept is not None,
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         repairable=replicas.whole,
-        settles=any(isinstance(each, HeldOutGradient) for each in signals),
     )
     on_line = kept is not None and spread > 0
     if on_line and (averaging.transport != "full" or averaging.fragments > 1):

@@ -19,7 +19,6 @@ from hdet.checks import FloatArray, mapping_of, numbers_of, shown
 from hdet.history import KnobRecord
 from hdet.notices import tell
 from hdet.policy.faded import Faded
-from hdet.policy.settled import Settled
 from hdet.signals.gradient import dot
 from hdet.weights.decay_path import DecayPath
 
@@ -49,7 +48,6 @@ class DecayLearner:
         self.low, self.high = bounds or (low, high)
         self.path = DecayPath(stride=stride, every=every)
         self.slope = Faded(1, FADE)
-        self.settled = Settled()
         self.position = 0.0
         """Of the logarithm, from where it starts."""
         self._optimizer = weakref.ref(optimizer)  # not to keep its memory
@@ -97,7 +95,7 @@ class DecayLearner:
         return torch.stack([each.to(found[0].device) for each in found]).sum()
 
     def learn(self, samples: FloatArray, *, acting: bool) -> None:
-        """Move as far as the round's samples are certain; without ``acting`` settle, and only remember them."""
+        """Move as far as the round's samples are certain; without ``acting`` only remember them."""
         if not np.isfinite(samples).all():  # weights that were not are back by now
             self.path.restart()
             self.slope.forget()
@@ -108,9 +106,6 @@ class DecayLearner:
                 z = float(self.slope.z[0])
                 certain = math.copysign(max(abs(z) - DOUBT, 0.0), z)
                 self._move(min(max(-GAIN * certain, -LIMIT), LIMIT))
-                self.settled.add(np.array([self.position]))
-        if not acting and (mean := self.settled.take()) is not None:
-            self._move(float(mean[0]) - self.position)
         self.write()
 
     def _move(self, by: float) -> None:
@@ -143,7 +138,6 @@ class DecayLearner:
             "starts": list(self.starts),
             "position": self.position,
             "slope": self.slope.state_dict(),
-            "settled": self.settled.state_dict(),
             "path": self.path.state_dict(self._parameters()),
         }
 
@@ -153,14 +147,12 @@ class DecayLearner:
         numbers_of(state["starts"], "starts", len(self.starts), low=0)
         numbers_of([state["position"]], "position", 1, low=-100, high=100)
         self.slope.check_state(state["slope"])
-        self.settled.check_state(state["settled"])
         self.path.check_state(mapping_of(state["path"], "path"), self._parameters())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that has been checked."""
         self.starts, self.position = [float(start) for start in state["starts"]], float(state["position"])
         self.slope.load_state_dict(state["slope"])
-        self.settled.load_state_dict(state["settled"])
         self.path.load_state_dict(state["path"], self._parameters())
         self.write()
 
