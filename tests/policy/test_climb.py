@@ -17,9 +17,12 @@ from hdet.policy.climb import FIRST_SCALE, MAX_STARTS, Climb
 
 
 def drive(
-    climb: Climb, lr: float, *, seed: int = 0, noise: float = 0.1, steps: int = 400
+    climb: Climb, lr: float, *, seed: int = 0, noise: float = 0.1, steps: int = 400, tail: float = 0.0
 ) -> list[tuple[float, float, float]]:
-    """Gradient descent on an ill-conditioned quadratic with noise, which learning rates above 2 break."""
+    """Gradient descent on an ill-conditioned quadratic with noise, which learning rates above 2 break.
+
+    ``tail``: share of batches with ten times the loss.
+    """
     random = np.random.default_rng(seed)
     curvatures = np.logspace(0, -2, 20)
     first = w = np.full(20, 3.0)
@@ -27,6 +30,8 @@ def drive(
     for step in range(1, steps + 1):
         gradient = curvatures * w + noise * random.normal(size=20)
         loss = float((curvatures * w**2).sum() / 2 + noise * random.normal())
+        if tail and random.random() < tail:
+            gradient, loss = 10 * gradient, 10 * loss
         slope = float(gradient @ (w - first))
         rate = lr * climb.scale
         then = climb.update(step, loss, slope, rate, fine=bool(np.isfinite(w).all()))
@@ -56,11 +61,63 @@ def test_first_losses_that_happen_to_be_close_to_each_other_end_nothing(noise: f
         assert 1e-8 * climb.scale > 0.02, seed
 
 
+@pytest.mark.parametrize("lr", [1e-8, 1e-4])
+def test_batches_with_ten_times_the_loss_end_nothing(lr: float) -> None:
+    """What the slopes do not explain, training has not done."""
+    for seed in range(60):
+        climb = Climb(1000)
+        drive(climb, lr, seed=seed, tail=0.1)
+        assert 1e-3 < lr * climb.scale < 20.0, seed
+
+
+def fed(climb: Climb, losses: list[float], slope: float, *, first: int = 1) -> str:
+    """What the last of these losses leads to, with this slope in every step in which weights have moved."""
+    then = ""
+    for step, loss in enumerate(losses, first):
+        then = climb.update(step, loss, slope if climb.path else 0.0, climb.scale)
+    return then
+
+
+def test_losses_off_the_first_ones_are_noise_where_weights_cannot_have_moved_them() -> None:
+    climb = Climb(1000)
+    fed(climb, [2.0, 2.001, 2.002], 0.0)
+    assert (climb.is_far, climb.num_raised) == (True, 1)
+    fed(climb, [5.0, 2.01, 4.0], -1e-12, first=4)
+    assert (climb.is_far, climb.num_raised) == (False, 1)
+    assert fed(climb, [2.5], -1e-12, first=7) == "go on"
+    assert (climb.is_far, climb.num_raised) == (True, 2)
+    assert climb.start_and_noise()[1] > 1  # what it takes the noise for now
+
+
+def test_a_loss_that_explodes_ends_it_although_gradients_are_clipped() -> None:
+    """Slopes are as small then as those of weights that have not moved, but they have turned."""
+    climb = Climb(1000)
+    fed(climb, [2.0, 2.1, 1.9, 2.0, 2.05, 1.95], -1e-6)
+    assert climb.num_raised == 4
+    assert fed(climb, [20.0, 80.0, 200.0, 900.0], 1e-6, first=7) == "over"
+    assert climb.ending == "broken"
+
+
+def test_what_had_to_begin_again_is_not_flat() -> None:
+    """The first learning rate has broken it, and there is no time left: what was given is too high, too."""
+    climb = Climb(100)
+    losses = [1.0, 1.1, 0.9, *[5.0] * 17]
+    fed(climb, losses, 1.0)
+    assert climb.num_starts > 0
+    step = len(losses)
+    while not climb.is_over:
+        step += 1
+        climb.update(step, 1.0 + 0.1 * (step % 2), 0.0, climb.scale)
+    assert climb.ending == "limit"
+    assert climb.scale < FIRST_SCALE
+
+
 @pytest.mark.parametrize("lr", [1e-6, 1e-2, 10.0])
+@pytest.mark.parametrize("tail", [0.0, 0.2])
 @pytest.mark.parametrize("seed", range(4))
-def test_it_decides_as_the_oracle_does(lr: float, seed: int) -> None:
+def test_it_decides_as_the_oracle_does(lr: float, tail: float, seed: int) -> None:
     climb = Climb(400)
-    steps = drive(climb, lr, seed=seed, noise=1.0)
+    steps = drive(climb, lr, seed=seed, noise=1.0, tail=tail)
     rates, endings, scale = oracle_climb.climb([(loss, slope) for loss, slope, _ in steps], lr, 400)
     assert rates == pytest.approx([rate for _, _, rate in steps], rel=1e-12)
     assert endings[-1] == climb.ending
@@ -94,9 +151,9 @@ def test_it_decides_as_the_oracle_does_on_anything(steps: list[tuple[float, floa
 @pytest.mark.parametrize("loss", [0.0, 2.5, -1.0])
 def test_a_loss_that_does_not_respond_leaves_the_schedule_as_it_is(loss: float) -> None:
     climb = Climb(1000)
-    then = [climb.update(step, loss, 0.0, climb.scale) for step in range(1, 101)]
-    assert then == ["go on"] * 99 + ["over"]
-    assert (climb.ending, climb.scale, climb.ended) == ("flat", 1.0, 100)
+    then = [climb.update(step, loss, 0.0, climb.scale) for step in range(1, 201)]
+    assert then == ["go on"] * 199 + ["over"]
+    assert (climb.ending, climb.scale, climb.ended) == ("flat", 1.0, 200)
 
 
 def test_without_gradients_nothing_is_climbed() -> None:

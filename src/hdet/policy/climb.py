@@ -32,6 +32,8 @@ ENOUGH_BENDS = 4
 """From so many on they tell the noise by themselves."""
 BROKEN_NOISE = 8.0
 """How many standard deviations above the loss before training a single loss has to be."""
+EXPLAINED = 0.1
+"""Of a rise of the loss, that the slope must show where training is to blame for it: it would be all, on a line."""
 FAR_BELOW = 100.0
 MAX_STARTS = 6
 MAX_BLIND = 3
@@ -59,6 +61,8 @@ class Climb:
     def __init__(self, total_steps: int | None = None, *, step: int = 0) -> None:
         share = math.inf if total_steps is None else min(max(total_steps / 10, 24), total_steps / 4)
         self.max_steps = int(min(share, 200))
+        self.far_steps = 200 if total_steps is None else int(min(total_steps / 4, 200))
+        """As long as it rises and nothing has moved: what it would go on with is no learning rate."""
         self.warm_steps = UNKNOWN_WARM if total_steps is None else min(max(int(WARM_SHARE * total_steps), 1), MAX_WARM)
         self.begun = step
         self.ended: int | None = None
@@ -81,8 +85,14 @@ class Climb:
         self.num_raised = 0
         self.steepest = 0.0
         self.lowest = math.inf
+        self._forget()
+
+    def _forget(self) -> None:
         self.slopes: list[float] = []
         self.losses: list[float] = []
+        self.fresh: list[float] = []
+        self.raw_slopes: list[float] = []
+        """At this learning rate: slopes over the path; losses, and those that are not among the still ones; slopes."""
 
     @property
     def is_over(self) -> bool:
@@ -103,10 +113,11 @@ class Climb:
         """
         why = self._judge(loss, slope, fine=fine, top=top)
         blameless = why == "broken" and self.path == 0  # not of our doing: nothing had moved
-        if (why is None or blameless) and step - self.begun >= self.max_steps:
-            why = "flat" if self.is_far else "limit"
+        if (why is None or blameless) and self._is_late(step):
+            # What had to begin again has responded.
+            why = "flat" if self.is_far and self.num_starts == 0 else "limit"
         elif blameless:
-            self.slopes, self.losses = [], []
+            self._forget()
             return "begin again"
         if why is None:
             if not math.isnan(slope):  # else the step was skipped, or had no gradients
@@ -123,6 +134,10 @@ class Climb:
         self.scale = given[why] if why in given else self.supported / BACK[why]
         return "over"
 
+    def _is_late(self, step: int) -> bool:
+        rises = self.is_far and self.num_raised > 0
+        return step - self.begun >= (self.far_steps if rises else self.max_steps)
+
     def _judge(self, loss: float, slope: float, *, fine: bool, top: bool) -> Ending | None:
         if not fine:
             return "broken"
@@ -136,7 +151,10 @@ class Climb:
             self.is_far = False
         if self.is_far or len(self.still) < 2:
             self.still.append(loss)
+        else:
+            self.fresh.append(loss)
         self.losses.append(loss)
+        self.raw_slopes.append(slope)
         if self.path == 0:
             return None
         self.slopes.append(slope / self.path)
@@ -154,8 +172,13 @@ class Climb:
             return self._raise(FAST_RISE)
         if len(self.still) >= 3:
             self.is_far = False
-        if self.losses[-1] > start + BROKEN_NOISE * self.doubt * noise:
-            return "broken"  # worse than before training, beyond doubt
+        if self._was_noise():
+            self.still += self.fresh
+            self.is_far = True
+            return self._raise(FAST_RISE)
+        above = self.losses[-1] - start
+        if above > BROKEN_NOISE * self.doubt * noise and slope > EXPLAINED * above:
+            return "broken"  # worse than before training, beyond doubt, and by training
         found = np.array(self.slopes)
         down = -float(found.mean())
         if len(self.losses) >= MIN_SAMPLES and self._falls():
@@ -164,9 +187,10 @@ class Climb:
             return self._support(down)
         if len(found) < MIN_SAMPLES:
             return None
-        recent = statistics.fmean(self.losses[-MIN_SAMPLES:])
+        recent = statistics.median(self.losses[-MIN_SAMPLES:])  # of a few batches one may be an outlier
         progress = max(start - self.lowest, 0.0)
-        if recent > min(self.lowest, start) + max(0.35 * progress, 5 * self.doubt * noise / math.sqrt(MIN_SAMPLES)):
+        limit = min(self.lowest, start) + max(0.35 * progress, 5 * self.doubt * noise / math.sqrt(MIN_SAMPLES))
+        if recent > limit and (recent < start or sum(self.raw_slopes[-MIN_SAMPLES:]) > 0):
             return "broken"
         # From successive differences: a trend is no noise.
         error = math.sqrt(float((np.diff(found) ** 2).sum()) / (2 * (len(found) - 1) * len(found)))
@@ -181,6 +205,32 @@ class Climb:
             return False
         start, noise = self.start_and_noise()
         return abs(loss - start) > 4 * self.doubt * noise
+
+    def _was_noise(self) -> bool:
+        """Whether weights that seemed to have moved have not: a few more steps show it neither in slopes nor in losses.
+
+        Few losses before may have been close to each other by chance, or those of a long tail may come late.
+        """
+        num = len(self.fresh)
+        if num < MIN_SAMPLES:
+            return False
+        start, noise = self.start_and_noise()
+        share = math.sqrt(1 / num + 1 / len(self.still))
+        bends = np.diff(self.fresh, 2) ** 2 / 6
+        known = self._num_known + len(bends)
+        pooled = math.sqrt((noise**2 * self._num_known + float(bends.sum())) / known)
+        slopes = self.raw_slopes[-num:]
+        if not any(slopes):
+            return True  # the weights are where they were
+        if max(map(abs, slopes)) >= FAR * pooled:
+            return False
+        if min(self.fresh) < start - BROKEN_NOISE * self.doubt * noise:
+            return False  # long tails of losses reach upwards
+        if sum(slopes) > 0:
+            # Training may have raised the loss, and with it the noise. Clipped gradients have small slopes then, too.
+            return abs(statistics.median(self.fresh) - start) <= 4 * self.doubt * noise * share
+        # Slopes in favour of training: it can only have lowered the loss.
+        return statistics.fmean(self.fresh) - start >= -4 * doubt_of(known) * pooled * share
 
     def _falls(self) -> bool:
         """Whether the loss falls, beyond doubt, at this learning rate, whatever the slope says.
@@ -212,11 +262,7 @@ class Climb:
 
     @property
     def doubt(self) -> float:
-        """What the noise is multiplied by where a mistake would be dear: few losses tell little, two next to nothing.
-
-        About how much further out the 99% quantile of Student's t is than that of a normal distribution.
-        """
-        return 1 + 2 / self._num_known + 20 / self._num_known**3
+        return doubt_of(self._num_known)
 
     def _support(self, down: float) -> Literal["raise"]:
         self.lowest = min(self.lowest, statistics.fmean(self.losses))
@@ -233,7 +279,7 @@ class Climb:
         self.supported = self.scale
         self.scale *= math.exp(rise)
         self.num_raised += 1
-        self.slopes, self.losses = [], []
+        self._forget()
         return "raise"
 
     # -- state --------------------------------------------------------------------------------------------------
@@ -247,7 +293,7 @@ class Climb:
         if state is None:
             return None
         found: Mapping[str, Any] = mapping_of(state, "climb")
-        for name in ("max_steps", "warm_steps", "begun", "num_starts", "num_raised", "num_blind"):
+        for name in ("max_steps", "far_steps", "warm_steps", "begun", "num_starts", "num_raised", "num_blind"):
             whole_of(found[name], name)
         for name in ("scale", "supported"):
             if not number(found[name]) > 0:
@@ -274,4 +320,12 @@ class Climb:
             setattr(self, name, list(state[name]) if name in _LISTS else state[name])
 
 
-_LISTS = ("still", "tail", "bends", "slopes", "losses")
+def doubt_of(num_known: int) -> float:
+    """What a noise is multiplied by where a mistake would be dear: few losses tell little, two next to nothing.
+
+    About how much further out the 99% quantile of Student's t is than that of a normal distribution.
+    """
+    return 1 + 2 / num_known + 20 / num_known**3
+
+
+_LISTS = ("still", "tail", "bends", "slopes", "losses", "fresh", "raw_slopes")

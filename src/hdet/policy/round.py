@@ -247,7 +247,7 @@ class RoundPolicy:
 
     def climb_left(self, step: int) -> int:
         """How many steps the climb may still take."""
-        return 0 if self.climb is None else max(self.climb.begun + self.climb.max_steps - step, 0)
+        return 0 if self.climb is None else max(self.climb.begun + self.climb.far_steps - step, 0)
 
     def hold_from(self, step: float) -> None:
         """No controller acts on rounds that end later."""
@@ -256,9 +256,10 @@ class RoundPolicy:
     def climb_again(self, step: int) -> None:
         """Start the climb over from here."""
         assert self.climb is not None
-        length, warm, scale = self.climb.max_steps, self.climb.warm_steps, self.climb.scale
-        self.climb = Climb(step=step)
-        self.climb.max_steps, self.climb.warm_steps = length, warm
+        before, self.climb = self.climb, Climb(step=step)
+        scale = before.scale
+        for name in ("max_steps", "far_steps", "warm_steps"):
+            setattr(self.climb, name, getattr(before, name))
         self._follow(self.climb, scale)
 
     # -- state --------------------------------------------------------------------------------------------------
