@@ -239,7 +239,7 @@ class Averaging(_Options):
             more copies of the weights meanwhile.
         node_size: replicas of a node, consecutive ranks; with ``node_rounds``.
         node_rounds: k: average within a node every round, and across nodes in every k-th only.
-        slow_share: warn once when a converge takes more than this share of its round, and longer than a second.
+        slow_share: warn once when three converges in a row take more than this share of their rounds, and a second.
 
     Example:
         >>> from hdet import Averaging
