@@ -231,13 +231,13 @@ def rivals(records: Sequence[BenchRecord]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def filled(text: str, name: str, new: str) -> str:
-    """The README with ``new`` between the two marks of that name."""
-    begin, end = f"<!-- {name}: begin (python benchmarks/first_screen.py) -->\n", f"<!-- {name}: end -->\n"
+def filled(text: str, name: str, new: str, *, script: str = "first_screen") -> str:
+    """The page with ``new`` between the two marks of that name, which the script writes."""
+    begin, end = f"<!-- {name}: begin (python benchmarks/{script}.py) -->\n", f"<!-- {name}: end -->\n"
     before, mark, rest = text.partition(begin)
     _, other, after = rest.partition(end)
     if not mark or not other:
-        raise ValueError(f"the README must have the lines {begin.strip()!r} and {end.strip()!r}, but one is missing")
+        raise ValueError(f"the page must have the lines {begin.strip()!r} and {end.strip()!r}, but one is missing")
     return before + begin + new + end + after
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import held_out_figure
+from first_screen import filled
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "results" / "held_out"
@@ -148,22 +149,12 @@ def cost_table(folder: Path) -> str:
     return lines(heads, rows) if rows else "Not measured on a GPU.\n"
 
 
-def filled(text: str, name: str, new: str) -> str:
-    """The page with ``new`` between the two marks of that name."""
-    begin, end = f"<!-- {name}: begin (python benchmarks/held_out_pages.py) -->\n", f"<!-- {name}: end -->\n"
-    before, mark, rest = text.partition(begin)
-    _, other, after = rest.partition(end)
-    if not mark or not other:
-        raise ValueError(f"the page must have the lines {begin.strip()!r} and {end.strip()!r}, but one is missing")
-    return before + begin + new + end + after
-
-
 def page(text: str, folder: Path) -> str:
     """The page with the figures of the records."""
     tasks = load(folder)
     parts = {"test": test_table(tasks), "held-out": held_out_table(tasks), "flag": flag_line(tasks)}
     for name, new in {**parts, "cost": cost_table(folder)}.items():
-        text = filled(text, name, new)
+        text = filled(text, name, new, script="held_out_pages")
     return text
 
 

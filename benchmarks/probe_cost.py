@@ -11,7 +11,6 @@ whose copies are timed by ``overhead.py``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -25,7 +24,7 @@ from hdet import AutoLR, Faults, __version__
 from hdet.lab.models.gpt import next_token_loss
 from hdet.lab.runs import provenance
 from hdet.signals.held_out import PROBE_EVERY
-from step_cost import Trainer, _allocated, _wait
+from step_cost import Trainer, _allocated, _wait, make_parser, shape_of
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "gradient": {},
@@ -87,23 +86,12 @@ def measure(shape: dict[str, int], device: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--vocabulary", type=int, default=50304)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = make_parser(__doc__, rounds=15)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")
-    shape = {
-        "num_layers": args.layers, "width": args.width, "num_heads": args.heads, "context": args.context,
-        "vocabulary": args.vocabulary, "batch": args.batch, "compile": 0,
-    }  # fmt: skip
+    shape = shape_of(args)
     facts = {"hdet": __version__, "git_commit": provenance.git_commit(), "torch": torch.__version__}
     record = {
         "settings": {**shape, "rounds": args.rounds, "probe_every": PROBE_EVERY, "device": args.device},

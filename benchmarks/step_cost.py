@@ -160,8 +160,9 @@ def _wait(device: str) -> None:
         dist.barrier()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """With the sizes of the model, by default those of 124M parameters."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
@@ -169,14 +170,23 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
+
+
+def shape_of(args: argparse.Namespace, *, compiled: bool = False) -> dict[str, int]:
+    """What the arguments of :func:`make_parser` say of the model."""
+    return {
+        "num_layers": args.layers, "width": args.width, "num_heads": args.heads, "context": args.context,
+        "vocabulary": args.vocabulary, "batch": args.batch, "compile": int(compiled),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
-    shape = {
-        "num_layers": args.layers, "width": args.width, "num_heads": args.heads, "context": args.context,
-        "vocabulary": args.vocabulary, "batch": args.batch,
-        "compile": int(args.compile),
-    }  # fmt: skip
+    shape = shape_of(args, compiled=args.compile)
     one = measure(shape, args.device, args.rounds, ["plain", "gradient", "gradient + rollback", "gradient, T = 200"])
     print("one process:", json.dumps(one), flush=True)
     if args.compile:
