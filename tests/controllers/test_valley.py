@@ -62,13 +62,33 @@ def test_the_window_narrows_where_the_best_place_is_inside_and_closes_at_the_end
     assert controller.widths(state).tolist() == [0.0, 0.0]
 
 
-def test_patience_fades() -> None:
-    controller, losses = ValleyController(patience=0.1), np.array([1.0, 1.04, 1.2, 1.5])
+def test_without_training_losses_half_of_the_patience_fades() -> None:
+    controller, losses = ValleyController(patience=0.2), np.array([1.0, 1.04, 1.2, 1.5])
     ends = []
     for progress in (0.5, 0.8):
         _, decision = controller.update(controller.init(1), Evidence(losses, 1 + PLACES[None], progress=progress))
         ends.append(math.log(decision.factors[0]))
     assert ends == [pytest.approx(-1.0), pytest.approx(-1.5)]
+
+
+@pytest.mark.parametrize(
+    ("trained", "progress", "patience", "found"),
+    [
+        ([0.98, 1.0, 1.1, 1.2], 0.2, 0.2, -1.0),  # a gap of 0.02 grows by four times that
+        ([0.98, 1.0, 1.1, 1.2], 0.5, 0.2, -1.5),  # and here by one
+        ([1.10, 1.0, 1.1, 1.2], 0.2, 0.2, -1.5),  # nothing is learned by heart, and nothing will be
+        ([0.50, 1.0, 1.1, 1.2], 0.2, 0.2, -1.0),  # 0.16 at most, in which two of them are
+        ([0.50, 1.0, 1.1, 1.2], 0.2, 0.0, -1.5),
+        ([math.nan, 0.5, 0.5, 0.5], 0.2, 0.2, -1.0),  # not known: half of 0.16
+    ],
+)
+def test_patience_is_what_the_gap_would_still_grow(
+    trained: list[float], progress: float, patience: float, found: float
+) -> None:
+    controller, losses = ValleyController(patience=patience), np.array([1.0, 1.04, 1.2, 1.5])
+    evidence = Evidence(losses, 1 + PLACES[None], progress=progress, trained=np.array(trained))
+    _, decision = controller.update(controller.init(1), evidence)
+    assert math.log(decision.factors[0]) == pytest.approx(found)
 
 
 def test_its_state_is_saved_and_checked() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ def _rows(seed: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
-    return _rows(1000 + 10 * step + replica, 6)
+    return _rows(1000 + (3 * step + replica) % 11, 20)
 
 
 def _first() -> Tensor:
@@ -71,8 +72,11 @@ class _Run:
 
     def saved(self) -> Any:
         with self.explorer.converged():
-            states: list[Any] = [self.model, self.optimizer, self.explorer]
-            return copy.deepcopy([each.state_dict() for each in states])
+            return copy.deepcopy(self.states())
+
+    def states(self) -> Any:
+        whole: list[Any] = [self.model, self.optimizer, self.explorer]
+        return [each.state_dict() for each in whole]
 
     def load(self, saved: Any) -> None:
         whole: list[Any] = [self.model, self.optimizer, self.explorer]
@@ -102,7 +106,7 @@ def _oracle(count: int) -> dict[str, Any]:
     base, width = math.log(DECAY), 1.0
     theta = [_first()[0].numpy().copy() for _ in range(count)]
     speed = [np.zeros(5) for _ in range(count)]
-    found: dict[str, Any] = {"bases": [], "values": [], "probes": []}
+    found: dict[str, Any] = {"bases": [], "values": [], "probes": [], "patience": []}
     (hx, hy), step, index = (each.numpy() for each in HELD_OUT), 0, 0
     while step < TOTAL_STEPS:
         half = WINDOW * width if count > 1 else 0.0
@@ -110,15 +114,18 @@ def _oracle(count: int) -> dict[str, Any]:
         places = assign(count, 1, seed=0, round_index=index, balanced=False)[0]
         at = np.array([middle + half * place for place in places])
         tails: list[list[Any]] = [[] for _ in range(count)]
+        late: list[list[float]] = [[] for _ in range(count)]
         for in_round in range(1, min(INTERVAL, TOTAL_STEPS - step) + 1):
             step += 1
             for r in range(count):
                 x, y = (each.numpy() for each in _batch(step, r))
-                gradient = 2 / len(x) * x.T @ (x @ theta[r] - y[:, 0]) + math.exp(at[r]) * theta[r]
+                off = x @ theta[r] - y[:, 0]
+                gradient = 2 / len(x) * x.T @ off + math.exp(at[r]) * theta[r]
                 speed[r] = gradient if step == 1 else MOMENTUM * speed[r] + gradient
                 theta[r] = theta[r] - LR * speed[r]
                 if 2 * in_round > INTERVAL:
                     tails[r].append(theta[r])
+                    late[r].append(float(np.mean(off**2)))
         shares = np.ones(count)
         found["values"].append(np.exp(at).tolist())
         acts = count > 1 and step <= LAST
@@ -127,7 +134,11 @@ def _oracle(count: int) -> dict[str, Any]:
             found["probes"].append(losses.tolist())
             shares = np.exp((losses.min() - losses) / (0.02 * losses.min()))
             shares *= count / shares.sum()
-            move, inside = lowest(at - base, losses, PATIENCE * (1 - step / LAST))
+            best, progress = int(losses.argmin()), step / LAST
+            gap = max(losses[best] - np.mean(late[best]), 0.0)
+            patience = min(gap / losses[best] / progress, PATIENCE) * (1 - progress)
+            found["patience"].append(patience)
+            move, inside = lowest(at - base, losses, patience)
             base = min(max(base + move, low), high)
             width = 0.0 if step == LAST else width * (0.6 if inside else 1.0)
         found["bases"].append(math.exp(base))
@@ -147,6 +158,7 @@ def test_weights_and_base_values_are_those_of_the_oracle(count: int) -> None:
         assert_allclose(found["weights"], oracle["weights"], rtol=1e-9)
         assert found["decay"] == pytest.approx(oracle["bases"][-1])
     assert len(set(oracle["bases"])) > 2
+    assert any(0 < patience < PATIENCE / 2 for patience in oracle["patience"])
 
 
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
@@ -156,12 +168,18 @@ def test_alone_the_knob_stays_where_it_is() -> None:
     assert_allclose(found["weights"], oracle["weights"], rtol=1e-9)
 
 
-def _resumed(step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _resumed(step: int, each: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     whole = _Run()
     whole.advance(step)
-    saved = [whole.saved()]
+    if each:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that these are one replica's weights: all are saved
+            saved = [copy.deepcopy(whole.states())]
+    else:
+        saved = [whole.saved()]
     whole.advance(TOTAL_STEPS)
-    dist.broadcast_object_list(saved, src=0)
+    if not each:
+        dist.broadcast_object_list(saved, src=0)
     again = _Run()
     again.load(saved[0])
     again.advance(TOTAL_STEPS)
@@ -179,6 +197,37 @@ def test_in_the_middle_of_a_generation_it_goes_on_from_the_mean_with_the_same_wi
         assert_allclose(again["values"][0], whole["values"][2], rtol=1e-12)
         assert len(again["bases"]) == len(whole["bases"]) - 2
         assert np.isfinite(again["weights"]).all()
+
+
+@pytest.mark.parametrize("in_round", [3, 4, 6, 7])
+def test_every_ranks_own_checkpoint_continues_a_generation_exactly(in_round: int) -> None:
+    for whole, again in launch(_resumed, 4, 2 * INTERVAL + in_round, True):
+        assert again["weights"] == whole["weights"]
+        assert again["bases"] == whole["bases"][2:]
+        assert again["probes"] == whole["probes"][2:]
+
+
+def _looked_at(step: int) -> tuple[float, float, float]:
+    run = _Run()
+    run.advance(step)
+    own = run.model.weight.detach().clone()
+    with run.explorer.converged():
+        together = run.loss(*HELD_OUT).item()
+    assert torch.equal(run.model.weight, own)
+    alone = run.loss(*HELD_OUT).item()
+    dist.all_reduce(own)
+    with torch.no_grad():
+        run.model.weight.copy_(own / dist.get_world_size())
+    return together, alone, run.loss(*HELD_OUT).item()
+
+
+def test_in_mid_generation_the_mean_is_by_held_out_losses() -> None:
+    found = launch(_looked_at, 4, INTERVAL + 5)
+    together = {each[0] for each in found}
+    assert len(together) == 1
+    best, plain = min(each[1] for each in found), found[0][2]
+    assert together.pop() < plain
+    assert plain > 1.02 * best  # replicas do differ
 
 
 def _on_fewer(saved: Any) -> tuple[list[float], dict[str, Any]]:

@@ -22,6 +22,8 @@ class Evidence(NamedTuple):
         progress: share of the time in which base values may move that has passed; None where nobody knows its length.
         whole: slope over the logarithm of all knobs at once, and its standard error, where that was measured.
         scales: where each knob's learned scale stands, shape (K,).
+        trained: mean training loss of each replica, shape (N,), beside ``losses`` on held-out data; NaN where it has
+            none.
     """
 
     losses: FloatArray
@@ -31,6 +33,7 @@ class Evidence(NamedTuple):
     progress: float | None = None
     whole: tuple[float, float] | None = None
     scales: FloatArray | None = None
+    trained: FloatArray | None = None
 
 
 class Decision(NamedTuple):

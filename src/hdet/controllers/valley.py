@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,11 +25,14 @@ class ValleyController:
     window narrows; where the best is at an end of the window, the base goes there and the window stays as wide. After
     the last round that may move anything, the window is closed: all replicas train at the base value.
 
-    What regularises pays off late. Among replicas whose losses are above the lowest by less than ``patience`` times
-    what is left of the run, the one with the highest value counts as the best.
+    What regularises pays off late, by what the model would learn by heart until then. Of that there is a sign: the gap
+    by which the best replica's held-out loss is above its training loss. If it grows as the run does, it will grow by
+    (1 - progress) / progress of itself; among replicas whose losses are above the lowest by less than that, the one
+    with the highest value counts as the best. Without training losses it is half of ``patience`` times what is left.
 
     Args:
-        patience: share of the loss, >= 0, of each knob or of all: 0 where a higher value regularises no more.
+        patience: share of the loss, >= 0, of each knob or of all, above which it never goes, times what is left of the
+            run: 0 where a higher value regularises no more.
         narrow: what becomes of the window when its best place is inside, in (0, 1].
     """
 
@@ -58,12 +62,26 @@ class ValleyController:
         progress = 0.0 if evidence.progress is None else evidence.progress
         moves, width = np.zeros(len(evidence.multipliers)), state.width.copy()
         patience = np.broadcast_to(self.patience, moves.shape) * max(1 - progress, 0.0)
+        grown = growth_of_the_gap(evidence)
+        patience = 0.5 * patience if grown is None else np.minimum(patience, grown)
         for k, places in enumerate(evidence.multipliers - 1.0):
             moves[k], inside = lowest(places, evidence.losses, float(patience[k]))
             width[k] *= self.narrow if inside else 1.0
         if progress >= 1:
             width[:] = 0.0
         return ValleyState(width), Decision(np.exp(moves), {})
+
+
+def growth_of_the_gap(evidence: Evidence) -> float | None:
+    """By what share of the loss the gap of the best replica would still grow; None where it is not known."""
+    losses, trained, progress = evidence.losses, evidence.trained, evidence.progress
+    if trained is None or not progress or not np.isfinite(losses).any():
+        return None
+    best = int(np.argmin(np.where(np.isfinite(losses), losses, np.inf)))
+    gap, size = float(losses[best] - trained[best]), abs(float(losses[best]))
+    if math.isnan(gap) or size == 0:
+        return None
+    return max(gap, 0.0) / size * max(1 - progress, 0.0) / progress
 
 
 def lowest(places: FloatArray, losses: FloatArray, patience: float = 0.0) -> tuple[float, bool]:

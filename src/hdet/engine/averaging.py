@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import BoolArray
+from hdet.checks import BoolArray, FloatArray
 from hdet.engine.place import Place
 from hdet.engine.rollback import Fallback, Start
 from hdet.policy.verdict import Verdict
@@ -266,9 +266,11 @@ class Averager:
 
     # -- a mean in mid-round ------------------------------------------------------------------------------------
 
-    def converge(self, step: int, healthy: BoolArray) -> None:
-        """Eq. 3 now; replicas stay at the mean, or at the elastic centre."""
-        self.weights.average(healthy, step=step)
+    def converge(self, step: int, healthy: BoolArray, losses: FloatArray | None = None) -> None:
+        """Eq. 3 now; replicas stay at the mean, by their losses where there are any, or at the elastic centre."""
+        shares = None if losses is None else self.outer.shares(losses, healthy)
+        share = 1.0 if shares is None else float(shares[self.replicas.index])
+        self.weights.average(healthy, step=step, share=share)
         if self.outer.kind == "elastic" and self.outer.centre.copies:
             self._share(self.outer.centre)
             self.outer.apply_(self.weights.anchored())

@@ -36,6 +36,11 @@ class Place:
         return self.where is Where.FLIGHT
 
     @property
+    def has_own(self) -> bool:
+        """Whether the weights at hand are this replica's own."""
+        return self.where is Where.OWN and not self.is_set_aside
+
+    @property
     def needs_step(self) -> bool:
         """Whether a step in mid-round has something to do: raise, or let a mean land."""
         return self.is_set_aside or self.in_flight

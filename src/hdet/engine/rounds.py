@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.checks import FloatArray
 from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
 from hdet.engine.journal import Journal
@@ -131,6 +132,8 @@ class RoundLoop:
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         with self.lock:
             self.tally.observe(loss, weight)
+            for signal in self.signals:
+                signal.observe(loss, weight)
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` may have to do anything in a step that is not the last; the cheap half of it."""
@@ -181,6 +184,7 @@ class RoundLoop:
                 rate=rate,
                 losses_given=bool(table.weights.any()),
                 compared=reading.losses,
+                trained=reading.trained,
                 slopes=reading.slopes,
                 whole=reading.whole,
                 last=last,
@@ -266,8 +270,16 @@ class RoundLoop:
             finite = self._meet(step, losses_required=False, asked=True).finite
             if self.apart:
                 self.policy.require_mean(finite, step)
-                self.averager.converge(step, finite)
+                self.averager.converge(step, finite, self._losses_now())
                 self.values.write_knobs()  # one that is a buffer was averaged too
+
+    def _losses_now(self) -> FloatArray | None:
+        """By which replicas count in a mean in mid-round; None where all count the same. A collective."""
+        if self.averager.outer.kind != "fittest" or not np.ptp(self.steering.multipliers, axis=1).any():
+            return None
+        own, base = self.steering.positions(self.values.index), self.steering.positions()
+        found = (s.look(self.knobs.training_at_base(own, base), self.replicas) for s in self.signals)
+        return next((losses for losses in found if losses is not None), None)
 
     @contextmanager
     def converged(self, step: int) -> Iterator[None]:

@@ -10,6 +10,7 @@ from hdet.engine.curve import Curve
 from hdet.engine.rounds import RoundLoop
 from hdet.engine.state import read_round
 from hdet.notices import tell
+from hdet.signals.base import Signal
 
 
 def save_rounds(loop: RoundLoop) -> dict[str, Any]:
@@ -27,10 +28,15 @@ def save_rounds(loop: RoundLoop) -> dict[str, Any]:
         "lowest": list(loop.journal.lowest or ()),
         "losses": loop.tally.state_dict(),
         "num_ranks": loop.replicas.count,
-        "signals": {signal.name: signal.state_dict() for signal in loop.signals},
+        "signals": {signal.name: signal.state_dict() | _own(loop, signal) for signal in loop.signals},
         "joined": list(loop.values.joined),
         "knobs": loop.knobs.starts(),
     }
+
+
+def _own(loop: RoundLoop, signal: Signal) -> dict[str, Any]:
+    own = signal.own_state() if loop.apart and loop.place.has_own else {}
+    return {"own": own} if own else {}
 
 
 def load_rounds(loop: RoundLoop, state: Mapping[str, Any], *, step: int) -> None:
@@ -72,5 +78,7 @@ def load_rounds(loop: RoundLoop, state: Mapping[str, Any], *, step: int) -> None
     for signal in loop.signals:
         signal.forget()
         if signal.name in saved.signals:
-            signal.load_state_dict(saved.signals[signal.name])
+            alike = saved.num_ranks == loop.replicas.count  # or its values were others
+            own: dict[str, Any] = {} if alike else {"own": {}}
+            signal.load_state_dict({**saved.signals[signal.name], **own})
     loop.values.update()

@@ -27,7 +27,7 @@ FROM_SPACE: dict[str, Callable[[float], float]] = {
 }
 
 
-WINDOWS: dict[Space, float] = {"linear": 0.3, "log": 2.0, "logit": 2.0}
+WINDOWS: dict[Space, float] = {"linear": 0.5, "log": 2.0, "logit": 2.0}
 
 
 class Knob:

@@ -135,7 +135,7 @@ class RoundPolicy:
         elif acting:
             end = self.acting[1]
             progress = None if math.isinf(end) else seen.step / end
-            looked = steering.decide(compared, seen.slopes, whole=seen.whole, progress=progress)
+            looked = steering.decide(compared, seen.slopes, whole=seen.whole, progress=progress, trained=seen.trained)
             fallen = self.anchored and steering.wants_new_anchor()
         if seen.last and self.rollback is not None and self.rollback.num_rollbacks > 1:
             messages += (f"{self.rollback.num_rollbacks} rounds of this run were undone; scheduler.history says why",)

@@ -166,7 +166,7 @@ class Steering:
     def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None, **seen: Any) -> Looked:
         """Let the controllers move the scales; returns what they looked at.
 
-        ``seen``: the slope of the whole, and the progress, where they are known; as :class:`Evidence` has them.
+        ``seen``: slope of the whole, progress and training losses, where they are known, as :class:`Evidence` has them.
         """
         looked = Looked()
         factors = np.ones_like(self.scales)
@@ -184,7 +184,8 @@ class Steering:
             looked = looked._replace(lrs=dict(decision.info))
         if self.panel.controller is not None:
             self.panel_state, decision = self.panel.controller.update(
-                self.panel_state, Evidence(losses, self.multipliers, progress=seen.get("progress"))
+                self.panel_state,
+                Evidence(losses, self.multipliers, progress=seen.get("progress"), trained=seen.get("trained")),
             )
             moved = np.array([*[self.panel.moves_lrs] * self.num_lrs, *self.panel.adapted])
             factors[moved] = decision.factors[moved]

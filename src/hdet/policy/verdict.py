@@ -19,6 +19,7 @@ class Observed:
         finite: which replicas' weights are finite.
         losses_given: whether any replica was given a loss.
         compared: what replicas are compared by, where it is not ``losses``: their losses on held-out data.
+        trained: mean training loss of each replica late in the round, where they are compared by another.
         slopes: of the loss over each learning rate's logarithm, and their standard errors, where they are measured.
         whole: the same of all learning rates at once.
         last: whether training ends here.
@@ -30,6 +31,7 @@ class Observed:
     rate: float = 1.0
     losses_given: bool = True
     compared: FloatArray | None = None
+    trained: FloatArray | None = None
     slopes: tuple[FloatArray, FloatArray] | None = None
     whole: tuple[float, float] | None = None
     last: bool = False

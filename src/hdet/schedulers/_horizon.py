@@ -10,8 +10,8 @@ from hdet.options import Averaging
 from hdet.policy.panel import Panel
 from hdet.schedulers._common import Common
 
-PATIENCE = 0.1
-"""Share of the loss that a knob may cost early in a run where it regularises, which pays off late."""
+PATIENCE = 0.2
+"""Share of the loss that a knob may cost at most early in a run where it regularises, which pays off late."""
 
 
 def long_averaging(averaging: Averaging) -> Averaging:

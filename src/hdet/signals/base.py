@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.checks import FloatArray
@@ -25,6 +26,7 @@ class Reading(NamedTuple):
         held_out: whether ``losses`` are on held-out data, which a record shows apart from the training losses.
         probed: what held-out data show of the learning rate, where they are asked about it.
         learned: knobs that it has moved itself, to first order, by name.
+        trained: mean training loss of each replica late in the round, beside ``losses`` on held-out data.
     """
 
     losses: FloatArray | None = None
@@ -33,6 +35,7 @@ class Reading(NamedTuple):
     held_out: bool = False
     probed: HeldOut | None = None
     learned: Mapping[str, KnobRecord] = MappingProxyType({})
+    trained: FloatArray | None = None
 
 
 class Signal:
@@ -56,6 +59,9 @@ class Signal:
     def before_step(self, optimizer: Optimizer) -> None:
         """Gradients are in place, and the weights have not moved. Must change neither, and wait for no device."""
 
+    def observe(self, loss: Tensor | float, weight: Tensor | float) -> None:
+        """This replica's training loss of a step. Must wait for no device."""
+
     def refuse_capture(self) -> None:
         """Raise where :meth:`before_step` must not become part of a CUDA graph."""
 
@@ -71,6 +77,10 @@ class Signal:
         ``losses``: mean training loss of each replica in the round so far, which every mode observes.
         """
 
+    def look(self, training_at_base: AbstractContextManager[None], replicas: Replicas) -> FloatArray | None:
+        """A loss of each replica's weights as they are now, where their mean should go by it; may be a collective."""
+        return None
+
     def drain(self) -> Reading:
         """What the round has shown, as it was shared; the next round begins."""
         return Reading()
@@ -83,6 +93,10 @@ class Signal:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types, complete and the same on every rank after :meth:`share`."""
+        return {}
+
+    def own_state(self) -> dict[str, Any]:
+        """What this replica alone has seen, for a state that is saved while replicas are apart, by each for itself."""
         return {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hdet.checks import whole_of
 from hdet.weights.averaged import Weights
+from hdet.weights.saved import tensors_of
 
 SAMPLES = 20
 """At most, of a whole round; the tail has half of them."""
@@ -29,6 +32,11 @@ class Tail:
         self.steps = 0
         self._count = 0
         self._sums: dict[int, Tensor] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether the last step was one of the second half."""
+        return 2 * self.steps > self.interval
 
     def before_step(self) -> None:
         """The weights are those after :attr:`steps` steps of the round."""
@@ -58,6 +66,16 @@ class Tail:
                     tensor.copy_(self._sums[key] / self._count)
             yield
 
-    def restart(self, steps: int = 0) -> None:
-        """A round begins, or goes on after ``steps`` with another model than it has seen so far."""
-        self.steps, self._count, self._sums = steps, 0, {}
+    def restart(self, steps: int = 0, count: int = 0, sums: Sequence[Tensor] = ()) -> None:
+        """A round begins, or goes on after ``steps``, of which so many are added up in ``sums``."""
+        self.steps, self._count = steps, count
+        homes = self._floating() if sums else {}
+        self._sums = {key: torch.empty_like(t).copy_(s) for (key, t), s in zip(homes.items(), sums, strict=True)}
+
+    def own_state(self) -> dict[str, Any]:
+        """What was added up so far."""
+        return {"count": self._count, "sums": [self._sums[key] for key in self._floating()]} if self._count else {}
+
+    def check_own(self, state: Mapping[str, Any]) -> None:
+        whole_of(state["count"], "count of the tail", 1)
+        tensors_of(state["sums"], list(self._floating().values()), "sums of the tail", finite=False)
