@@ -41,7 +41,7 @@ def fan_out(num_replicas: int, spread: float, *, seed: int, round_index: int, nu
     In round 0 replica r holds rho_r; later every knob has a fresh permutation of its own (Eq. 9).
     """
     rho = multipliers(num_replicas, spread)
-    if round_index == 0:
+    if round_index == 0 or num_replicas == 1:
         return np.tile(rho, (num_knobs, 1))
     return np.stack(
         [rho[permutation(num_replicas, seed=seed, round_index=round_index, knob=knob)] for knob in range(num_knobs)]
