@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from numpy.testing import assert_allclose
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
@@ -22,6 +21,7 @@ import oracle_anchor
 from hdet import Adapt, AutoLR, Faults, OneCycleAutoLR, RoundRecord
 from hdet.controllers import EvidenceController, PaperController
 from hdet.launch import launch
+from native import replicated
 from oracle import Array
 from oracle_anchor import AnchorScenario
 
@@ -29,7 +29,7 @@ FOUR = (0.05, 0.02, 0.08, 0.03)
 
 
 def _climb(name: str, kind: oracle.Kind, lrs: tuple[float, ...], **more: Any) -> AnchorScenario:
-    settings: dict[str, Any] = {"signal": "gradient", "climb": True, "total_steps": 120, "hold_share": 0.2} | more
+    settings: dict[str, Any] = {"signal": "gradient", "climb": True, "total_steps": 80, "hold_share": 0.2} | more
     return AnchorScenario(name, kind, lrs, **settings)
 
 
@@ -75,8 +75,26 @@ SCENARIOS = [
     _climb("climb with adam", "adam", (1e-6,), seed=22, constant=True),
     _climb("climb of four groups", "adam", tuple(1e-4 * lr for lr in FOUR), seed=23),
     _climb("climb, a scale for each", "adam", FOUR, seed=24, together=False, constant=True),
-    _climb("climb, a round a step", "sgd", (0.2,), total_steps=200, seed=25, interval=1, constant=True),
+    _climb("climb, a round a step", "sgd", (0.2,), total_steps=100, seed=25, interval=1, constant=True),
 ]
+# Two replicas train all of them, more take longer on few cores: every optimizer with every signal, and a climb.
+WITH_EIGHT = ("momentum", "adam", "gradient, sgd", "gradient, adam", "climb with adam")
+WITH_FOUR = (
+    "sgd",
+    "momentum",
+    "adam",
+    "adam, a scale for each of four groups",
+    "sgd, four groups, one scale",
+    "other constants",
+    "a fall that renews the anchor",
+    "gradient, sgd",
+    "gradient, momentum",
+    "gradient, adam",
+    "gradient, four groups",
+    "gradient, one sample a round",
+    "climb from below",
+    "climb with adam",
+)
 
 TWIN_REPLICAS = (2, 4)
 # The paper's method through AutoLR: anchor at the last converge, its controller, a scale for each group.
@@ -114,7 +132,7 @@ class Training:
         with torch.no_grad():
             for parameter, value in zip(self.parameters, oracle.initial_weights(seed), strict=True):
                 parameter.copy_(torch.from_numpy(value))
-        self.model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+        self.model = replicated(model) if dist.get_world_size() > 1 else model
         self.optimizer = make_optimizer(kind, self.parameters, num_groups)
 
     def run(self, scheduler: AutoLR | OneCycleAutoLR, num_steps: int) -> Trace:
@@ -235,12 +253,10 @@ def run(num_replicas: int) -> Run:
 
 
 def scenarios_for(num_replicas: int) -> list[AnchorScenario]:
-    few = [s for s in SCENARIOS if s.name in ("gradient, adam", "climb from below", "climb with adam")]
-    if num_replicas == 8:  # slow on few cores, as long runs are
-        return [s for s in few if s.name != "climb from below"]
-    if num_replicas == 4:
-        return [s for s in SCENARIOS if not s.climb or s in few]
-    return [s for s in SCENARIOS if s.signal == "gradient"] if num_replicas == 1 else SCENARIOS
+    if num_replicas == 1:
+        return [s for s in SCENARIOS if s.signal == "gradient"]
+    names = {4: WITH_FOUR, 8: WITH_EIGHT}.get(num_replicas)
+    return [s for s in SCENARIOS if names is None or s.name in names]
 
 
 def named(name: str) -> AnchorScenario:

@@ -29,8 +29,8 @@ from hdet.lab.runs.settings import Settings
 from hdet.lab.tasks import TextTask
 from torchrun import torchrun
 
-STEPS = 20
-SMALL = ["train", "small-gpt", "--steps", str(STEPS), "--interval", "4", "--lr", "1e-3"]
+STEPS, INTERVAL = 15, 3
+SMALL = ["train", "small-gpt", "--steps", str(STEPS), "--interval", str(INTERVAL), "--lr", "1e-3"]
 METHODS = {"fixed": "1", "gradient": "4"}
 """Each with its number of replicas."""
 
@@ -75,7 +75,7 @@ def test_the_folder_holds_what_is_needed_to_repeat_it(whole: dict[str, Path]) ->
         assert name in facts
     assert re.fullmatch("[0-9a-f]{64}", facts["data_sha256"])
     record = run_folder.read(folder)
-    assert [entry["step"] for entry in record.rounds] == list(range(4, STEPS + 1, 4))
+    assert [entry["step"] for entry in record.rounds] == list(range(INTERVAL, STEPS + 1, INTERVAL))
     last = record.rounds[-2]
     assert len(last["losses"]) == 4
     assert len(last["values"]) == len(facts["groups"]) == 2
@@ -93,7 +93,7 @@ def test_tensorboard_reads_the_events(whole: dict[str, Path]) -> None:
     events = module.EventAccumulator(str(whole["gradient"]))
     events.Reload()
     assert {"loss/replica0", "loss/replica1", "control/z0", "validation/loss"} <= set(events.Tags()["scalars"])
-    assert [event.step for event in events.Scalars("loss/replica1")] == list(range(4, STEPS + 1, 4))
+    assert [event.step for event in events.Scalars("loss/replica1")] == list(range(INTERVAL, STEPS + 1, INTERVAL))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -101,7 +101,7 @@ def test_interrupted_and_resumed_it_ends_the_same(
     method: str, whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    with interrupted(folder, num_rounds=2):
+    with interrupted(folder, num_rounds=1):
         status = cli.main([*SMALL, "--method", method, "--replicas", METHODS[method], "--out", str(folder)])
     assert status == 130
     assert f"continue with: hdet train --resume {folder}" in capfd.readouterr().err
@@ -126,54 +126,56 @@ def test_interrupted_and_resumed_it_ends_the_same(
 
 # -- knobs ------------------------------------------------------------------------------------------------------
 
-KNOBS = ["--optimizer", "adamw", "--knobs", "weight_decay", "eps", "--replicas", "4", "--method"]
+KNOBS = {"gradient": ("4", ["weight_decay", "eps"]), "paper": ("2", ["weight_decay", "eps"])}
+"""Of each method, with its number of replicas."""
 
 
-@pytest.mark.parametrize("method", ["gradient", "paper"])
+@pytest.mark.parametrize("method", KNOBS)
 def test_knobs_are_explored_recorded_and_resumed(
     method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    assert cli.main([*SMALL, *KNOBS, method, "--out", str(whole)]) == 0
-    reference = run_folder.read(whole)
-    assert reference.config["knobs"] == ["weight_decay", "eps"]
+    (replicas, names), explored, folder = KNOBS[method], tmp_path / "whole", tmp_path / "run"
+    arguments = [*SMALL, "--method", method, "--replicas", replicas, "--optimizer", "adamw", "--knobs", *names, "--out"]
+    assert cli.main([*arguments, str(explored)]) == 0
+    reference = run_folder.read(explored)
+    assert reference.config["knobs"] == names
     knob = reference.rounds[0]["knobs"]["weight_decay"]
-    assert len(knob["values"]) == 4
+    assert len(knob["values"]) == int(replicas)
     assert min(knob["values"]) < 0.1 < max(knob["values"])
     bases = [entry["knobs"]["weight_decay"]["base"] for entry in reference.rounds]
     if method == "gradient":  # with the paper's, five rounds show no more than a standard error
         assert len(set(bases)) > 1
     # Weight decay takes a neutral signal: the loss of one batch, the same for all.
-    assert len(reference.rounds[-2]["probes"]) == 4
+    assert len(reference.rounds[-2]["probes"]) == int(replicas)
 
-    with interrupted(folder, num_rounds=2):
-        assert cli.main([*SMALL, *KNOBS, method, "--out", str(folder)]) == 130
+    with interrupted(folder, num_rounds=1):
+        assert cli.main([*arguments, str(folder)]) == 130
     assert cli.main(["train", "--resume", str(folder), "--knobs", "eps"]) == 2
-    assert "must keep its settings, but got --knobs eps instead of weight_decay eps" in capfd.readouterr().err
+    assert f"must keep its settings, but got --knobs eps instead of {' '.join(names)}" in capfd.readouterr().err
     assert cli.main(["train", "--resume", str(folder)]) == 0
     resumed = run_folder.read(folder)
     for key in ("step", "losses", "values", "knobs"):
         assert [entry[key] for entry in resumed.rounds] == [entry[key] for entry in reference.rounds]
 
-    page = write_report([whole], tmp_path / "report").read_text()
-    assert 'aria-label="weight_decay"' in page
-    assert {"knob-1.png", "knob-2.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
     module: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    events = module.EventAccumulator(str(whole))
+    events = module.EventAccumulator(str(explored))
     events.Reload()
-    assert {"weight_decay/base", "weight_decay/replica3", "eps/replica0"} <= set(events.Tags()["scalars"])
+    shown = {f"{name}/{what}" for name in names for what in ("base", "replica0", f"replica{int(replicas) - 1}")}
+    assert shown <= set(events.Tags()["scalars"])
     capfd.readouterr()
-    assert cli.main(["watch", str(whole), "--once"]) == 0
+    assert cli.main(["watch", str(explored), "--once"]) == 0
     assert "weight_decay" in capfd.readouterr().out
 
+    page = write_report([explored], tmp_path / "report").read_text()
+    assert 'aria-label="weight_decay"' in page
+    assert {"knob-1.png", "knob-2.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
 
-def test_runs_that_differ_in_their_knobs_are_different_configurations(
-    whole: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    arguments = [*SMALL, "--method", "gradient", "--replicas", "4", "--knobs", "momentum", "beta2"]
-    assert cli.main([*arguments, "--out", str(folder)]) == 0
-    page = write_report([whole["gradient"], folder], tmp_path / "report").read_text()
+
+def test_runs_that_differ_in_their_knobs_are_different_configurations(tmp_path: Path) -> None:
+    arguments = ["train", "small-gpt", "--steps", "12", "--interval", "6", "--replicas", "2", "--out"]
+    assert cli.main([*arguments, str(tmp_path / "none")]) == 0
+    assert cli.main([*arguments, str(tmp_path / "both"), "--knobs", "momentum", "beta2"]) == 0
+    page = write_report([tmp_path / "none", tmp_path / "both"], tmp_path / "report").read_text()
     assert "AutoLR, lr 0.001, no knobs" in page
     assert "AutoLR, lr 0.001, momentum beta2" in page
     assert 'aria-label="beta2: AutoLR, lr 0.001, momentum beta2"' in page

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hdet.launch import launch
+from hdet.launch import launch, server
 
 ROOT = Path(__file__).parents[2]
 LOGGER = logging.getLogger("hdet")
@@ -75,15 +75,24 @@ def test_the_quickstart_on_several_processes(tmp_path: Path, monkeypatch: pytest
     assert one == other > 0
 
 
+def _say(lines: list[str], folder: Path) -> None:
+    os.chdir(folder)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    assert logging.getLogger().handlers == LOGGER.handlers == []
+    exec("\n".join(lines), {})
+
+
 def test_the_log_is_silenced_and_redirected_as_the_faq_says(tmp_path: Path) -> None:
     """In a process without any logging: pytest has handlers of its own."""
     redirected, silent = _blocks("docs/faq.md")[-1].splitlines()
-    script = ["import logging", "from hdet.notices import tell"]
+    script = ["import logging", "from hdet.notices import tell", "tell('heard')"]
     script += [redirected, "tell('written')", silent, "tell('unheard')"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", "\n".join(script)]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    process = server().Process(target=_say, args=(script, tmp_path))
+    process.start()
+    process.join(60)
+    said = [(tmp_path / name).read_text() for name in ("stdout", "stderr")]
+    assert (process.exitcode, *said) == (0, "", "hdet: heard\n")
     assert (tmp_path / "hdet.log").read_text() == "written\n"
 
 

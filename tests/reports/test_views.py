@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
 from hdet.launch import launch
+from hdet.reports.drawing import HEIGHT, draw
 from hdet.reports.run import Run, events, phases, run_of
 
 mpl.use("agg")
@@ -245,3 +246,33 @@ def test_numbers_tell_what_happened_where_records_have_no_words(auto: Any) -> No
         (28, "Resumed on 1 replicas instead of 4."),
         (36, "Too many rounds were undone: the learning rate follows its schedule until it recovers."),
     ]
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------
+
+
+def texts(svg: str) -> list[str]:
+    return ["".join(element.itertext()).strip() for element in ET.fromstring(svg).iter("text")]
+
+
+@pytest.mark.parametrize(
+    ("scale", "values", "expected"),
+    [
+        ("log", [1e-9, 1e3], {"10⁻⁹", "10¹", "10³"}),
+        ("log", [2e-3, 5e-3], {"2×10⁻³", "3×10⁻³", "4×10⁻³"}),  # noqa: RUF001
+        ("symlog", [-1e12, 1e12], {"−10¹²", "0", "10¹⁰"}),  # noqa: RUF001
+        ("linear", [0.0, 1.0], {"0.0", "0.2", "1.0"}),
+    ],
+)
+def test_ticks_are_characters_and_the_heading_is_the_pages(scale: str, values: list[float], expected: set[str]) -> None:
+    def fill(axes: Axes) -> None:
+        axes.plot(values)
+        axes.set_yscale(scale)
+
+    svg = draw("loss", "Heading", "", fill).svg
+    assert expected <= set(texts(svg))
+    assert not any("$" in text or "Heading" in text for text in texts(svg))
+    # What is cut off at the top is the heading's room and no more.
+    [top, height] = map(float, re.findall(r'viewBox="0 (\S+) \S+ (\S+)"', svg)[0])
+    assert 5 < top < 20
+    assert top + height == pytest.approx(72 * HEIGHT)

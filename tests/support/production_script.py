@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from hdet.testing import Fault, Injector, collect_weights
-from native import FACES, TOTAL_STEPS, Run, alike, net
+from native import FACES, TOTAL_STEPS, Run, alike, net, replicated
 
 SAVE_EVERY = 3
 
@@ -84,7 +83,7 @@ def train(
 
 def make_runs(names: Sequence[str] = tuple(FACES)) -> dict[str, Run]:
     place = dist.get_rank(), dist.get_world_size()
-    return {name: Run(DistributedDataParallel(net()), FACES[name], place) for name in names}
+    return {name: Run(replicated(net()), FACES[name], place) for name in names}
 
 
 def save(folder: Path, step: int, runs: dict[str, Run]) -> bool:

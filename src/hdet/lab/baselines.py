@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import math
-import multiprocessing as mp
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from hdet.lab.recipes import ADAM_BETAS, SGD_MOMENTUM, BaselineMethod, schedule_table
 from hdet.lab.runs.settings import open_task
 from hdet.lab.tasks.base import Task, batch_of
+from hdet.launch import preload, server
 
 PACKAGES: dict[BaselineMethod, tuple[str, str]] = {
     "prodigy": ("prodigyopt", "prodigyopt"),
@@ -99,7 +99,8 @@ def train_all(runs: Sequence[BaselineRun], *, task: Task | None = None, num_work
     if num_workers == 1:
         yield from (train(run, task) for run in runs)
         return
-    with mp.get_context("spawn").Pool(min(num_workers, len(runs))) as pool:
+    preload(__name__)
+    with server().Pool(min(num_workers, len(runs))) as pool:
         yield from pool.imap(_train_alone, runs)
 
 

@@ -31,8 +31,7 @@ def permutation(num_replicas: int, *, seed: int, round_index: int, knob: int) ->
     Nothing is drawn from a shared stream: a resumed run needs only the seed and the round number. Raw 64-bit
     words are ranked rather than shuffled, because NumPy guarantees the words across versions but not the shuffle.
     """
-    words = np.random.PCG64(np.random.SeedSequence([seed, round_index, knob])).random_raw(num_replicas)
-    return np.argsort(np.asarray(words), kind="stable")
+    return np.argsort(_words(num_replicas, seed, round_index, knob), kind="stable")
 
 
 def fan_out(num_replicas: int, spread: float, *, seed: int, round_index: int, num_knobs: int) -> FloatArray:
@@ -41,7 +40,7 @@ def fan_out(num_replicas: int, spread: float, *, seed: int, round_index: int, nu
     In round 0 replica r holds rho_r; later every knob has a fresh permutation of its own (Eq. 9).
     """
     rho = multipliers(num_replicas, spread)
-    if round_index == 0:
+    if round_index == 0 or num_replicas == 1:
         return np.tile(rho, (num_knobs, 1))
     return np.stack(
         [rho[permutation(num_replicas, seed=seed, round_index=round_index, knob=knob)] for knob in range(num_knobs)]
@@ -61,12 +60,12 @@ def assign(num_replicas: int, num_knobs: int, *, seed: int, round_index: int, ba
     if num_replicas == 1 or num_knobs == 0:
         return np.zeros((num_knobs, num_replicas))
     if not balanced:
-        return _permuted(num_replicas, num_knobs, seed=seed, round_index=round_index, first=0)
+        return _permuted(num_replicas, num_knobs, seed=seed, round_index=round_index)
     if num_replicas & (num_replicas - 1) == 0:
         hadamard = np.ones((1, 1))
         while len(hadamard) < num_replicas:
             hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
-        words = _words(2 * num_knobs + num_replicas, seed=seed, round_index=round_index)
+        words = _words(2 * num_knobs + num_replicas, seed, round_index)
         # More knobs than columns: they share, and the signs separate them over the rounds.
         order = np.argsort(words[:num_knobs], kind="stable")
         columns = 1 + order % (num_replicas - 1)
@@ -74,10 +73,9 @@ def assign(num_replicas: int, num_knobs: int, *, seed: int, round_index: int, ba
         rows = np.argsort(words[2 * num_knobs :], kind="stable")
         places: FloatArray = signs[:, None] * hadamard[rows][:, columns].T
         return places
-    draws = [
-        _permuted(num_replicas, num_knobs, seed=seed, round_index=round_index, first=i * num_knobs) for i in range(64)
-    ]
-    return min(draws, key=lambda places: float(np.abs(np.triu(places @ places.T, 1)).max(initial=0.0)))
+    draws = list(_permuted(num_replicas, 64 * num_knobs, seed=seed, round_index=round_index).reshape(64, num_knobs, -1))
+    upper = np.triu_indices(num_knobs, 1)
+    return min(draws, key=lambda places: float(np.abs((places @ places.T)[upper]).max(initial=0.0)))
 
 
 def inside_bounds(
@@ -97,12 +95,13 @@ def inside_bounds(
     return positions
 
 
-def _permuted(num_replicas: int, num_knobs: int, *, seed: int, round_index: int, first: int) -> FloatArray:
-    rho = multipliers(num_replicas, 1.0) - 1.0
-    knobs = range(first, first + num_knobs)
-    return np.stack([rho[permutation(num_replicas, seed=seed, round_index=round_index, knob=k)] for k in knobs])
+def _permuted(num_replicas: int, num_knobs: int, *, seed: int, round_index: int) -> FloatArray:
+    words = [_words(num_replicas, seed, round_index, knob) for knob in range(num_knobs)]
+    rows: FloatArray = (multipliers(num_replicas, 1.0) - 1.0)[np.argsort(words, axis=1, kind="stable")]
+    return rows
 
 
-def _words(count: int, *, seed: int, round_index: int) -> NDArray[np.uint64]:
-    words = np.random.PCG64(np.random.SeedSequence([seed, round_index])).random_raw(count)
-    return np.asarray(words, dtype=np.uint64)
+def _words(count: int, *key: int) -> NDArray[np.uint64]:
+    # The same as of a list, which takes NumPy four times as long; a larger number is several words of an array.
+    entropy = np.array(key, dtype=np.uint32) if 0 <= min(key) <= max(key) < 2**32 else key
+    return np.asarray(np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(count), dtype=np.uint64)

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.ticker import Formatter, LogFormatterSciNotation
 
 from hdet.checks import printable
 
@@ -33,6 +34,8 @@ STYLES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2)), (0, (8, 2, 1
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
 MAX_LABEL = 80  # characters; longer ones leave no room for the curves
 MAX_INSIDE = 4  # more lines of a legend would cover the curves
+WIDTH, HEIGHT = 4.4, 3.05  # inches; small on purpose: readable at the width of a phone, and on a desk magnified
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 8,
@@ -97,25 +100,58 @@ def colour(index: int) -> str:
 
 def draw(name: str, title: str, caption: str, fill: Callable[[Axes], None], *, xlabel: str = "step") -> Chart:
     """A chart whose axes ``fill`` draws into."""
-    # Small on purpose: at the width of a phone its text is still readable, on a desk it is magnified.
     with mpl.rc_context({**RC, "svg.hashsalt": name}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a box for an unknown character, a log axis without numbers
-        figure = Figure(figsize=(4.4, 2.9), layout="constrained")
+        figure = Figure(figsize=(WIDTH, HEIGHT), dpi=200, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         fill(axes)
         axes.set_xlabel(xlabel)
+        axes.set_title(plain_label(title))
         axes.grid(visible=True, lw=0.5)
         axes.set_axisbelow(True)
+        _simplify_ticks(axes)
         legend = _add_legend(figure, axes)
         for text in (axes.yaxis.label, axes.title, *legend):
             text.set_parse_math(False)  # a $ or a backslash in a name is not a formula
             text.set_text(plain_label(text.get_text()))
+        # Laid out once for both files, which takes as long as to draw one of them.
+        engine = figure.get_layout_engine()
+        assert engine is not None
+        engine.execute(figure)
+        figure.set_layout_engine(None)
         vector, pixels = io.StringIO(), io.BytesIO()
+        figure.savefig(pixels, format="png", dpi="figure", facecolor="white", metadata={"Software": None})
+        heading = figure.get_size_inches()[1] - axes.title.get_window_extent().y0 / figure.dpi
+        axes.title.set_visible(False)  # the page has it already
         figure.savefig(vector, format="svg", transparent=True, metadata={"Date": None})
-        axes.set_title(plain_label(title))
-        figure.savefig(pixels, format="png", dpi=200, facecolor="white", metadata={"Software": None})
-    return Chart(name, title, caption, _inline(vector.getvalue(), name, title), pixels.getvalue())
+    svg = _inline(vector.getvalue(), name, title, top=max(0.0, round(72 * heading, 2)))
+    return Chart(name, title, caption, svg, pixels.getvalue())
+
+
+class _Characters(Formatter):
+    """Tick labels of a logarithmic axis in characters: to set a formula takes longer than to draw a chart."""
+
+    def __init__(self, formulas: LogFormatterSciNotation) -> None:
+        self.formulas = formulas
+
+    def set_locs(self, locs: Any) -> None:
+        self.formulas.set_locs(locs)  # which of them get a label
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        text = self.formulas(x, pos).removeprefix(r"$\mathdefault{").removesuffix("}$")
+        text, _, power = text.partition("^")
+        text = text.replace("-", "\N{MINUS SIGN}").replace(r"\times", "\N{MULTIPLICATION SIGN}")
+        return text + power.strip("{}").translate(RAISED)
+
+
+def _simplify_ticks(axes: Axes) -> None:
+    for axis in (axes.xaxis, axes.yaxis):
+        major, minor = axis.get_major_formatter(), axis.get_minor_formatter()
+        if isinstance(major, LogFormatterSciNotation):
+            axis.set_major_formatter(_Characters(major))
+        if isinstance(minor, LogFormatterSciNotation):
+            axis.set_minor_formatter(_Characters(minor))
 
 
 def _add_legend(figure: Figure, axes: Axes) -> list[Text]:
@@ -123,7 +159,7 @@ def _add_legend(figure: Figure, axes: Axes) -> list[Text]:
     if num_entries == 0:
         return []
     if num_entries > MAX_INSIDE:
-        figure.set_size_inches(4.4, 2.9 + 0.14 * math.ceil(num_entries / 2))
+        figure.set_size_inches(WIDTH, HEIGHT + 0.14 * math.ceil(num_entries / 2))
         return figure.legend(loc="outside lower center", ncols=2).get_texts()
     return axes.legend(loc="best").get_texts()  # said, or matplotlib warns where a busy machine is slow to find it
 
@@ -134,15 +170,17 @@ def plain_label(text: str) -> str:
     return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL - 1]}…"
 
 
-def _inline(svg: str, name: str, title: str) -> str:
-    """An SVG document as an element of a page: no size, no names that clash, colours by variable."""
+def _inline(svg: str, name: str, title: str, *, top: float = 0.0) -> str:
+    """An SVG document as an element of a page: no size, nothing of its ``top``, no names that clash, own colours."""
     root = ET.fromstring(svg)
     for parent in root.iter():
         for child in parent.findall("{*}metadata"):
             parent.remove(child)
         parent.tag = _local(parent.tag)
         parent.attrib = {_local(key): _adapt(_local(key), value, name) for key, value in parent.attrib.items()}
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": printable(title)}
+    left, upper, width, height = map(float, root.attrib["viewBox"].split())
+    view = f"{left:g} {upper + top:g} {width:g} {height - top:g}"
+    root.attrib = {"viewBox": view, "role": "img", "aria-label": printable(title)}
     return ET.tostring(root, encoding="unicode")
 
 
