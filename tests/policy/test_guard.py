@@ -178,3 +178,49 @@ def test_after_a_climb_the_first_rounds_are_judged_too() -> None:
     assert not guard.update(known, 4.55)[1]
     assert guard.update(known, 4.3)[1]
     assert unpack_guard(pack_guard(known)) == known
+
+
+# -- back at the start ----------------------------------------------------------------------------------------------
+
+BOUNCES = [2.29, 2.1, 1.8, 1.5, 1.3, 1.2, 1.9, 1.3, 2.0, 1.2, 1.9, 1.3]
+"""Of a learning rate at the edge of what training bears: no jump is unusual here."""
+
+
+def climbed(losses: list[float], noise: float = 0.05) -> tuple[GuardState, list[bool]]:
+    return feed(losses, GuardState(2.3, noise=noise))
+
+
+def test_a_model_that_is_back_at_the_start_is_broken_at_the_second_look() -> None:
+    state, verdicts = climbed([*BOUNCES, 2.45])
+    assert all(verdicts)
+    assert state.lost
+    assert state.recent == tuple(BOUNCES)
+    assert [Guard().update(state, loss)[1] for loss in (2.35, 2.1, 1.9)] == [False, True, True]
+    assert not Guard().update(state, 2.1)[0].lost
+
+
+def test_without_a_climb_nobody_knows_what_was_lost() -> None:
+    assert all(feed([2.3, *BOUNCES, 2.45, 2.45])[1])
+
+
+def test_progress_within_the_noise_cannot_be_lost() -> None:
+    state, verdicts = climbed([*BOUNCES, 2.45, 2.45, 2.45], noise=0.15)
+    assert all(verdicts)
+    assert not state.lost
+
+
+def test_where_data_have_changed_the_start_is_accepted_after_max_strikes() -> None:
+    state, verdicts = climbed([*BOUNCES, *[2.45] * 5])
+    assert verdicts[len(BOUNCES) :] == [True, False, False, False, True]
+    assert repr(state) == repr(GuardState(2.45, (2.45,)))
+
+
+@pytest.mark.parametrize("num_before", [3, 9, 13, 14])
+def test_a_restored_guard_knows_what_was_lost(num_before: int) -> None:
+    losses = [*BOUNCES, 2.45, 2.4, 1.5]
+    state, _ = climbed(losses[:num_before])
+    again = unpack_guard(json.loads(json.dumps(pack_guard(state))))
+    assert again == state
+    assert feed(losses[num_before:], again) == feed(losses[num_before:], state)
+    with pytest.raises(ValueError, match="lowest must be a finite number, or None, but got nan"):
+        unpack_guard({**pack_guard(state), "lowest": math.nan})

@@ -84,6 +84,17 @@ def test_a_broken_round_is_undone_until_the_budget_is_spent() -> None:
         end_round(policy, math.nan)
 
 
+def test_where_a_doubtful_round_ended_is_no_place_to_go_back_to() -> None:
+    rollback = Rollback(3)
+    policy = make_policy(rollback=rollback)
+    rollback.expect(2.3, 0.05)
+    losses = (2.29, 2.1, 1.8, 1.5, 1.3, 1.9, 1.3, 2.0, 1.2, 2.4, 1.3, 2.4, 2.4, 1.3)
+    found = [end_round(policy, loss) for loss in losses]
+    assert [verdict.keep for verdict in found] == [True] * 9 + [False, True, False, False, True]
+    assert [verdict.go_back for verdict in found] == [False] * 12 + [True, False]
+    assert "because the loss jumped to 2.4 from 1.3" in found[12].events[0]
+
+
 def test_nothing_to_average_is_an_error_where_nothing_is_undone() -> None:
     with pytest.raises(BrokenError, match="the weights of all 4 replicas are not finite at the converge of step 5"):
         end_round(make_policy(), 1.0, finite=(0,) * N)

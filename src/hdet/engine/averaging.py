@@ -82,6 +82,7 @@ class Averager:
             assert node_size is not None
             self._node = self.replicas.node(node_size)
         self._flight: Flight | None = None
+        self._keeps = True
         self.place = Place(step)
         if apart:  # replicas may have started apart
             for copies in self._shared_copies():
@@ -164,6 +165,7 @@ class Averager:
             if self.apart:
                 distance, averaged = self._average(step, verdict, last=last)
                 if self._flight is not None:
+                    self._keeps = verdict.keep
                     self.place.depart()
                     return distance, averaged
             elif not healthy.all():
@@ -257,7 +259,8 @@ class Averager:
         assert flight is not None
 
         def settle() -> None:
-            self._keep(shared=flight.count == self.replicas.count)
+            if self._keeps:
+                self._keep(shared=flight.count == self.replicas.count)
             self.spread_out(rho)
 
         self.weights.reshard()

@@ -7,23 +7,28 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hdet.checks import mapping_of, number, shown, whole_of
+from hdet.checks import flag_of, mapping_of, number, shown, whole_of
 
 NUM_RECENT = 16
 EARLY_SHARE, EARLY_NOISE = 0.35, 2.5
 """Of the progress, and of the noise of a single loss, that may be lost within the first rounds after a climb."""
+LOST_SHARE, LOST_NOISE = 0.9, 10.0
+"""Of the progress since a climb: what is lost where a model is back at the start; and how much noise it must exceed."""
 
 
 class GuardState(NamedTuple):
     """Mean loss of the first round, those of the last healthy ones, and how many in a row have been broken.
 
-    After a climb the loss before training is known from the start, and ``noise``, how far batches are apart in it.
+    After a climb the loss before training is known from the start, and ``noise``, how far batches are apart in it;
+    then also ``lowest``, of the medians so far, and whether in the last round all progress seemed to be ``lost``.
     """
 
     first: float = math.nan
     recent: tuple[float, ...] = ()
     num_strikes: int = 0
     noise: float = math.nan
+    lowest: float = math.inf
+    lost: bool = False
 
 
 class Guard:
@@ -33,6 +38,10 @@ class Guard:
     a share of all progress made, and by many times the usual difference between rounds. Until five rounds have shown
     what is usual, only a loss above them by twice their size counts; after a climb, one that loses a third of the
     progress.
+
+    Where the learning rate is at the edge of what training bears, jumps are usual, and one of them may be for good.
+    Hence a round is broken, too, that is the second in a row with a loss near that of the start. The first one is
+    doubtful: it may be an outlier, and it is no place to go back to.
 
     A loss that stays up although training has gone back several times has not been broken by training: the data have
     changed. The guard then accepts the new level.
@@ -59,7 +68,19 @@ class Guard:
             if state.num_strikes < self.max_strikes:
                 return state._replace(num_strikes=state.num_strikes + 1), False
             return GuardState(loss, (loss,)), True
-        return state._replace(recent=(*state.recent, loss)[-NUM_RECENT:], num_strikes=0), True
+        if self._is_lost(state, loss):
+            if not state.lost:
+                return state._replace(lost=True, num_strikes=0), True
+            if state.num_strikes < self.max_strikes:
+                return state._replace(num_strikes=state.num_strikes + 1), False
+            return GuardState(loss, (loss,)), True
+        recent = (*state.recent, loss)[-NUM_RECENT:]
+        lowest = min(state.lowest, statistics.median(recent[-5:]))
+        return state._replace(recent=recent, num_strikes=0, lowest=lowest, lost=False), True
+
+    def _is_lost(self, state: GuardState, loss: float) -> bool:
+        progress = state.first - state.lowest
+        return progress > LOST_NOISE * state.noise and loss > state.first - (1 - LOST_SHARE) * progress
 
     def _limit(self, state: GuardState) -> float:
         usual = statistics.median(state.recent[-5:])
@@ -79,8 +100,12 @@ class Guard:
 
 def pack_guard(state: GuardState) -> dict[str, Any]:
     """A guard's state as plain types."""
-    noise = None if math.isnan(state.noise) else state.noise
-    return {"first": state.first, "recent": list(state.recent), "num_strikes": state.num_strikes, "noise": noise}
+    return {
+        **state._asdict(),
+        "recent": list(state.recent),
+        "noise": None if math.isnan(state.noise) else state.noise,
+        "lowest": None if math.isinf(state.lowest) else state.lowest,
+    }
 
 
 def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
@@ -96,6 +121,14 @@ def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
     noise = packed.get("noise")
     if noise is not None and not number(noise) >= 0:
         raise ValueError(f"noise must be a number >= 0, or None, but got {shown(noise)}")
-    strikes = whole_of(packed["num_strikes"], "num_strikes")
-    known = math.nan if noise is None else float(noise)
-    return GuardState(float(first), tuple(map(float, recent[-NUM_RECENT:])), strikes, known)
+    lowest = packed.get("lowest")  # older states have none
+    if lowest is not None and math.isnan(number(lowest)):
+        raise ValueError(f"lowest must be a finite number, or None, but got {shown(lowest)}")
+    return GuardState(
+        float(first),
+        tuple(map(float, recent[-NUM_RECENT:])),
+        whole_of(packed["num_strikes"], "num_strikes"),
+        math.nan if noise is None else float(noise),
+        math.inf if lowest is None else float(lowest),
+        flag_of(packed.get("lost", False), "lost"),
+    )

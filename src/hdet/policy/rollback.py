@@ -86,6 +86,11 @@ class Rollback:
             )
         return not fine
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether the last round may have been broken, so that its end is no place to go back to."""
+        return self.guard_state.lost
+
     def expect(self, first: float, noise: float) -> None:
         """A climb is over: what the loss is before training, and how far batches are apart."""
         self.guard_state = GuardState(first, noise=noise)

@@ -157,7 +157,7 @@ class RoundPolicy:
             phase="climb" if climbing else "level" if acting else "hold" if seen.step > self.acting[1] else "",
             events=events,
             messages=messages,
-            keep=not climbing and self.rollback is not None,
+            keep=not climbing and self.rollback is not None and not self.rollback.doubtful,
             undoes=self.climbing or self.rollback is not None,
         )
 
