@@ -77,8 +77,8 @@ SCENARIOS = [
     _climb("climb, a scale for each", "adam", FOUR, seed=24, together=False, constant=True),
     _climb("climb, a round a step", "sgd", (0.2,), total_steps=100, seed=25, interval=1, constant=True),
 ]
-# Two replicas train all of them, more take longer on few cores: every optimizer with every signal, and a climb.
-WITH_EIGHT = ("momentum", "adam", "gradient, sgd", "gradient, adam", "climb with adam")
+# Two replicas train all of them, more take longer on few cores: every optimizer and signal, with four a climb.
+WITH_EIGHT = ("momentum", "gradient, sgd", "gradient, adam")
 WITH_FOUR = (
     "sgd",
     "momentum",
@@ -86,13 +86,11 @@ WITH_FOUR = (
     "adam, a scale for each of four groups",
     "sgd, four groups, one scale",
     "other constants",
-    "a fall that renews the anchor",
     "gradient, sgd",
     "gradient, momentum",
     "gradient, adam",
     "gradient, four groups",
     "gradient, one sample a round",
-    "climb from below",
     "climb with adam",
 )
 

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import OneCycleAutoLR
 from hdet.launch import launch
 from hdet.policy.spread import fan_out, multipliers
+from native import replicated
 
 Array = NDArray[np.float64]
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
@@ -125,7 +125,7 @@ def test_replicas_lie_on_one_line_and_their_mean_is_the_centre(
 
 
 def long_walk(make: MakeOptimizer, seed: int) -> Walk:
-    return walk(make, seed=seed, num_replicas=4, spread=0.5, num_steps=100, max_lr=0.02)
+    return walk(make, seed=seed, num_replicas=4, spread=0.5, num_steps=40, max_lr=0.02)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -185,7 +185,7 @@ def real_path(name: str, seed: int) -> Path:
             p.copy_(torch.randn(p.shape, generator=common, dtype=p.dtype))
     groups = [list(model[0].parameters()), list(model[2].parameters())]
     centre = [[p.detach().clone() for p in group] for group in groups]
-    ddp = DistributedDataParallel(model)
+    ddp = replicated(model)
 
     def optimizer_of(tensors: list[Any]) -> Optimizer:
         return kind([{"params": group} for group in tensors], lr=1.0, **options)
@@ -237,7 +237,7 @@ def real_paths(seeds: list[int]) -> dict[tuple[str, int], Path]:
 
 @pytest.mark.parametrize("num_replicas", [2, 4])
 def test_real_replicas_lie_on_the_line_in_every_round(num_replicas: int) -> None:
-    by_replica = launch(real_paths, num_replicas, [0, 1])
+    by_replica = launch(real_paths, num_replicas, [0, 1] if num_replicas == 2 else [2])
     for name, seed in by_replica[0]:
         paths: list[Path] = [result[name, seed] for result in by_replica]
         decays = name == "adamw"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import warnings
@@ -30,6 +31,8 @@ from native import FACES, TOTAL_STEPS, Run, alike, batch, error, everyone, net, 
 LATE = ("paper, late", "loss, late")
 """With a mean that comes a step late, or from the node."""
 SAVED_AT = 6  # in the middle of the second round of three
+LATER = 9  # in the third
+FOREACH = functools.partial(torch.optim.Adam, foreach=True)  # sooner done with sharded tensors
 
 
 def _sharded(mesh: DeviceMesh, num_hidden: int = 5) -> nn.Module:
@@ -49,13 +52,13 @@ class _Setting:
         self.group = self.mesh.get_group("replicate")
 
     def hsdp(self, name: str, **options: Any) -> Run:
-        return Run(_sharded(self.mesh), FACES[name], (self.replica + 2 * self.shard, 4), **options)
+        return Run(_sharded(self.mesh), FACES[name], (self.replica + 2 * self.shard, 4), make=FOREACH, **options)
 
     def ddp(self, name: str, **options: Any) -> Run:
         """Two replicas, twice: on ranks 0 and 2, and on 1 and 3."""
         model = DistributedDataParallel(net(5), process_group=self.group)
         group = None if name == "gradient" else self.group  # WORLD is as good where replicas are equal
-        return Run(model, FACES[name], (self.replica, 2), process_group=group, **options)
+        return Run(model, FACES[name], (self.replica, 2), make=FOREACH, process_group=group, **options)
 
 
 def _equal() -> dict[str, Any]:
@@ -86,12 +89,12 @@ def _resumed(folder: str) -> dict[str, Any]:
             model, optimizer = get_state_dict(whole.model, whole.optimizer)
             state = {"model": model, "optimizer": optimizer, "scheduler": whole.scheduler}
             save(state, checkpoint_id=f"{folder}/{name}")
-        expected = whole.advance(TOTAL_STEPS)
+        expected = whole.advance(LATER)
         resumed = setting.hsdp(name)
         model, optimizer = get_state_dict(resumed.model, resumed.optimizer)
         load({"model": model, "optimizer": optimizer, "scheduler": resumed.scheduler}, checkpoint_id=f"{folder}/{name}")
         set_optimizer_state_dict(resumed.model, resumed.optimizer, optimizer)
-        out[name] = (expected, resumed.advance(TOTAL_STEPS))
+        out[name] = (expected, resumed.advance(LATER))
     return out
 
 
@@ -180,7 +183,7 @@ def _evaluated() -> dict[str, Any]:
                 with run.scheduler.converged(), torch.no_grad():
                     losses.append(run.loss(99).item())
                     out[f"{name}: the mean"] = alike(run.weights()) or "weights differ"
-            run.advance(TOTAL_STEPS)
+            run.advance(LATER)
         out[f"{name}: no trace"] = runs[0].weights() == runs[1].weights()
 
     def probed(model: nn.Module) -> Any:
@@ -192,7 +195,7 @@ def _evaluated() -> dict[str, Any]:
         model = _sharded(setting.mesh)
         model.set_reshard_after_forward(not root_stays)  # type: ignore[operator]
         run = Run(model, FACES["nesterov"], (dist.get_rank(), 4), probe=probed(model))
-        run.advance(10)
+        run.advance(LATER)
         seen.append(run.weights())
     out["probe: no trace"] = np.allclose(seen[0], seen[1], rtol=1e-12)
     return out
