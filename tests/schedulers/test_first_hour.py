@@ -125,9 +125,14 @@ def _lrs(make: Make, num_steps: int) -> list[float]:
 
 def _follows(job: _Job, make: Make, num_steps: int, start: int) -> bool:
     """Whether learning rates are one multiple of the schedule's from ``start`` on."""
-    plain = _lrs(make, num_steps)
-    ratios = [lr / p for lr, p in list(zip(job.train(num_steps), plain, strict=True))[start:] if p > 1e-12]
-    return max(ratios) < min(ratios) * (1 + 1e-6)
+    ratios: list[float] = []
+    job.train(start)
+    for plain in _lrs(make, num_steps)[start:]:
+        [lr] = job.train(1)
+        ratios += [lr / plain] if plain > 1e-12 else []
+        if max(ratios) >= min(ratios) * (1 + 1e-6):
+            return False
+    return True
 
 
 @pytest.mark.parametrize("total_steps", [400, None])
@@ -253,7 +258,7 @@ def test_the_others_say_it_too() -> None:
 def test_no_learning_rate_exceeds_max_lr_in_the_climb_neither(make: Make) -> None:
     job = _Job(lambda o: AutoLR(make(o), max_lr=4e-3))
     free = _Job(lambda o: AutoLR(make(o)))
-    assert max(free.train(300)) > 8e-3
+    assert max(free.train(100)) > 8e-3
     assert 3.9e-3 < max(job.train(300)) <= 4e-3 * (1 + 1e-12)
     climb = job.scheduler._rounds.policy.climb
     assert climb.ending == "limit"
