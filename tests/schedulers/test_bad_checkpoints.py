@@ -103,7 +103,7 @@ def test_a_flipped_bit_is_refused_or_does_no_harm(kind: str, tmp_path: Path) -> 
     start = whole.index(b"version")
     run, refused = _Run(kind, 5), 0
     before = run.parts()
-    for index in range(100):
+    for index in range(150):
         place = dice.randrange(len(whole)) if index % 3 == 0 else start + dice.randrange(1500)
         flipped = bytearray(whole)
         flipped[place] ^= 1 << dice.randrange(8)

@@ -75,13 +75,13 @@ def _cosine(optimizer: Optimizer) -> LRScheduler:
 
 # -- schedules without an end -----------------------------------------------------------------------------------
 
-STEPS = 500
+STEPS = 400
 WITHOUT_END: dict[str, Make] = {
-    "StepLR": lambda o: StepLR(o, 150, 0.3),
-    "MultiStepLR": lambda o: MultiStepLR(o, [250, 375], 0.1),
-    "ExponentialLR": lambda o: ExponentialLR(o, 0.994),
-    "warm restarts": lambda o: CosineAnnealingWarmRestarts(o, 125),
-    "CyclicLR": lambda o: CyclicLR(o, 3e-4, 3e-3, step_size_up=50, cycle_momentum=False),
+    "StepLR": lambda o: StepLR(o, 120, 0.3),
+    "MultiStepLR": lambda o: MultiStepLR(o, [200, 300], 0.1),
+    "ExponentialLR": lambda o: ExponentialLR(o, 0.9925),
+    "warm restarts": lambda o: CosineAnnealingWarmRestarts(o, 100),
+    "CyclicLR": lambda o: CyclicLR(o, 3e-4, 3e-3, step_size_up=40, cycle_momentum=False),
     "LambdaLR": lambda o: LambdaLR(o, lambda s: min(1.0, (s + 1) / 25) * max(0.0, 1 - s / STEPS)),
     "constant": lambda o: LambdaLR(o, lambda s: 1.0),
 }
