@@ -25,8 +25,8 @@ preload("torch.distributed.launcher.api")
 FRAMEWORKS = {"test_examples", "test_lightning", "test_transformers"}
 """Whose processes import frameworks, which take as long as all the rest."""
 
-# How long an example takes says more about a shared machine than about the code.
-settings.register_profile("hdet", deadline=None)
+# How long an example takes says more about a shared machine than about the code. Every run draws others.
+settings.register_profile("hdet", deadline=None, max_examples=50)
 settings.load_profile("hdet")
 
 

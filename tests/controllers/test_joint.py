@@ -156,7 +156,7 @@ def test_more_knobs_than_replicas_are_separated_over_the_rounds(num_knobs: int, 
 def test_knobs_without_an_effect_have_a_z_of_about_one(num_knobs: int, num_replicas: int) -> None:
     zs = [
         walk(JointController(smoothing=0.9), simulate([0.0] * num_knobs, num_replicas, 30, seed=seed))[-1][1]
-        for seed in range(60)
+        for seed in range(30)
     ]
     assert 0.7 < np.sqrt(np.mean(np.square(zs))) < 1.4
 
@@ -195,10 +195,9 @@ def test_a_constant_added_to_a_rounds_losses_does_not_matter(k: int, n: int, con
         assert_allclose(one[2], other[2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("optimism", [0.0, 0.75])
-def test_it_keeps_the_contract_of_a_controller(optimism: float) -> None:
-    check_controller(lambda: JointController(optimism=optimism))
-    check_controller(lambda: JointController(optimism=optimism, smoothing=0.0, gain=3.0))
+@pytest.mark.parametrize("options", [{}, {"optimism": 0.75, "smoothing": 0.0, "gain": 3.0}])
+def test_it_keeps_the_contract_of_a_controller(options: dict[str, float]) -> None:
+    check_controller(lambda: JointController(**options))
 
 
 def test_its_state_survives_saving() -> None:

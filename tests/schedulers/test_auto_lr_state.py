@@ -155,6 +155,8 @@ RESUMES: dict[str, tuple[dict[str, Any], int]] = {
     "loss, anchor renewed": ({"signal": "loss", "anchor": 2}, 12),
     "loss, paper's anchor": ({"signal": "loss", "anchor": "round"}, 8),
 }
+IN_ANY_ORDER = {f"{signal}, {when}" for signal in ("gradient", "loss") for when in ("at a round's end", "in mid-round")}
+"""Loaded with the optimizer first, and with the scheduler first."""
 
 
 def _resume(folder: str) -> dict[str, Any]:
@@ -165,20 +167,21 @@ def _resume(folder: str) -> dict[str, Any]:
         if _world()[1] == 1 and options.get("signal") == "loss":
             continue
         try:
-            out[name] = _one_resume(f"{folder}/{abs(hash(name)) % 10**8}-{_world()[1]}.pt", options, saved_at)
+            path = f"{folder}/{abs(hash(name)) % 10**8}-{_world()[1]}.pt"
+            out[name] = _one_resume(path, options, saved_at, orders=(False, True) if name in IN_ANY_ORDER else (False,))
         except Exception as error:
             out[name] = f"{type(error).__name__}: {error}"
     return out
 
 
-def _one_resume(path: str, options: dict[str, Any], saved_at: int) -> dict[str, Any]:
+def _one_resume(path: str, options: dict[str, Any], saved_at: int, orders: tuple[bool, ...]) -> dict[str, Any]:
     whole = _Run(**options)
     whole.advance(saved_at)
     path = _from_rank_0(path)
     whole.save(path)
     expected = whole.advance(TOTAL_STEPS)
     got = []
-    for scheduler_first in (False, True):
+    for scheduler_first in orders:
         resumed = _Run(**options)
         if not scheduler_first:
             resumed.advance(5)  # the state must replace what is there
