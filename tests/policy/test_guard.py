@@ -193,10 +193,19 @@ def climbed(losses: list[float], noise: float = 0.05) -> tuple[GuardState, list[
 def test_a_model_that_is_back_at_the_start_is_broken_at_the_second_look() -> None:
     state, verdicts = climbed([*BOUNCES, 2.45])
     assert all(verdicts)
-    assert state.lost
+    assert state.lost == 1
     assert state.recent == tuple(BOUNCES)
     assert [Guard().update(state, loss)[1] for loss in (2.35, 2.1, 1.9)] == [False, True, True]
     assert not Guard().update(state, 2.1)[0].lost
+
+
+def test_short_rounds_are_looked_at_for_longer() -> None:
+    state, _ = climbed(BOUNCES)
+    for expected in (1, 2, 3):
+        state, fine = Guard(interval=5).update(state, 2.45)
+        assert (fine, state.lost) == (True, expected)
+    assert not Guard(interval=5).update(state, 2.45)[1]
+    assert Guard(interval=5).update(state, 1.9)[0].lost == 0
 
 
 def test_without_a_climb_nobody_knows_what_was_lost() -> None:

@@ -7,20 +7,22 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hdet.checks import flag_of, mapping_of, number, shown, whole_of
+from hdet.checks import mapping_of, number, shown, whole_of
 
 NUM_RECENT = 16
 EARLY_SHARE, EARLY_NOISE = 0.35, 2.5
 """Of the progress, and of the noise of a single loss, that may be lost within the first rounds after a climb."""
 LOST_SHARE, LOST_NOISE = 0.9, 10.0
 """Of the progress since a climb: what is lost where a model is back at the start; and how much noise it must exceed."""
+LOST_STEPS = 16
+"""For so long at least: momentum may carry a model as far up on the other side of a valley, and back."""
 
 
 class GuardState(NamedTuple):
     """Mean loss of the first round, those of the last healthy ones, and how many in a row have been broken.
 
     After a climb the loss before training is known from the start, and ``noise``, how far batches are apart in it;
-    then also ``lowest``, of the medians so far, and whether in the last round all progress seemed to be ``lost``.
+    then also ``lowest``, of the medians so far, and in how many rounds in a row all progress has seemed to be ``lost``.
     """
 
     first: float = math.nan
@@ -28,7 +30,7 @@ class GuardState(NamedTuple):
     num_strikes: int = 0
     noise: float = math.nan
     lowest: float = math.inf
-    lost: bool = False
+    lost: int = 0
 
 
 class Guard:
@@ -40,8 +42,8 @@ class Guard:
     progress.
 
     Where the learning rate is at the edge of what training bears, jumps are usual, and one of them may be for good.
-    Hence a round is broken, too, that is the second in a row with a loss near that of the start. The first one is
-    doubtful: it may be an outlier, and it is no place to go back to.
+    Hence a round is broken, too, that is the last of several in a row with a loss near that of the start. The others
+    are doubtful: they may be outliers, and they are no place to go back to.
 
     A loss that stays up although training has gone back several times has not been broken by training: the data have
     changed. The guard then accepts the new level.
@@ -50,12 +52,16 @@ class Guard:
         share: of the progress since the first round that may be lost.
         noise: how many standard deviations of the difference between rounds count as a jump.
         max_strikes: broken rounds in a row before a finite loss is accepted.
+        interval: optimizer steps of a round.
     """
 
-    def __init__(self, *, share: float = 0.1, noise: float = 5.0, max_strikes: int = 3) -> None:
+    def __init__(
+        self, *, share: float = 0.1, noise: float = 5.0, max_strikes: int = 3, interval: int = LOST_STEPS
+    ) -> None:
         self.share = share
         self.noise = noise
         self.max_strikes = max_strikes
+        self.max_lost = max(math.ceil(LOST_STEPS / interval), 2)
 
     def update(self, state: GuardState, loss: float) -> tuple[GuardState, bool]:
         """The next state, and whether the round was healthy."""
@@ -69,14 +75,14 @@ class Guard:
                 return state._replace(num_strikes=state.num_strikes + 1), False
             return GuardState(loss, (loss,)), True
         if self._is_lost(state, loss):
-            if not state.lost:
-                return state._replace(lost=True, num_strikes=0), True
+            if state.lost + 1 < self.max_lost:
+                return state._replace(lost=state.lost + 1, num_strikes=0), True
             if state.num_strikes < self.max_strikes:
                 return state._replace(num_strikes=state.num_strikes + 1), False
             return GuardState(loss, (loss,)), True
         recent = (*state.recent, loss)[-NUM_RECENT:]
         lowest = min(state.lowest, statistics.median(recent[-5:]))
-        return state._replace(recent=recent, num_strikes=0, lowest=lowest, lost=False), True
+        return state._replace(recent=recent, num_strikes=0, lowest=lowest, lost=0), True
 
     def _is_lost(self, state: GuardState, loss: float) -> bool:
         progress = state.first - state.lowest
@@ -130,5 +136,5 @@ def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
         whole_of(packed["num_strikes"], "num_strikes"),
         math.nan if noise is None else float(noise),
         math.inf if lowest is None else float(lowest),
-        flag_of(packed.get("lost", False), "lost"),
+        whole_of(packed.get("lost", 0), "lost"),
     )

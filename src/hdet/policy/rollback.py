@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hdet.checks import FloatArray, whole_of
-from hdet.policy.guard import Guard, GuardState, pack_guard, unpack_guard
+from hdet.policy.guard import LOST_STEPS, Guard, GuardState, pack_guard, unpack_guard
 
 CUT = 0.5
 """What the learning rates are multiplied by when a round is undone."""
@@ -52,12 +52,13 @@ class Rollback:
     Args:
         max_rollbacks: how many, before the scale holds still; and in a row, before it is an error.
         strict: raise where the scale would have to hold still.
+        interval: optimizer steps of a round.
     """
 
-    def __init__(self, max_rollbacks: int, *, strict: bool = False) -> None:
+    def __init__(self, max_rollbacks: int, *, strict: bool = False, interval: int = LOST_STEPS) -> None:
         self.budget = Budget(max_rollbacks)
         self.strict = strict
-        self.guard, self.guard_state = Guard(), GuardState()
+        self.guard, self.guard_state = Guard(interval=interval), GuardState()
         self.num_rollbacks = 0
         self.cause = ""
         """Of the last broken round."""
@@ -89,7 +90,7 @@ class Rollback:
     @property
     def doubtful(self) -> bool:
         """Whether the last round may have been broken, so that its end is no place to go back to."""
-        return self.guard_state.lost
+        return self.guard_state.lost > 0
 
     def expect(self, first: float, noise: float) -> None:
         """A climb is over: what the loss is before training, and how far batches are apart."""

@@ -116,7 +116,7 @@ def make_loop(
         steering,
         interval=interval,
         acting=acting,
-        rollback=Rollback(faults.max_rollbacks, strict=faults.strict_rollbacks) if undoes else None,
+        rollback=Rollback(faults.max_rollbacks, strict=faults.strict_rollbacks, interval=interval) if undoes else None,
         climb=climb,
         quarantine=faults.quarantine,
         anchored=kept is not None,

@@ -47,7 +47,7 @@ class Steered:
             self.steering,
             interval=run.interval,
             acting=run.acting(table, climbs=climb is not None),
-            rollback=Rollback(MAX_ROLLBACKS) if run.is_auto and run.rollback else None,
+            rollback=Rollback(MAX_ROLLBACKS, interval=run.interval) if run.is_auto and run.rollback else None,
             climb=climb,
             quarantine=run.quarantine,
             anchored=run.is_auto,
