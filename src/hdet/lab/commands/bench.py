@@ -6,7 +6,6 @@ What is finished is skipped, so that the same command goes on after a break. Pag
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from hdet.command_line import Options, UsageError, parse
 from hdet.lab.bench.runner import FAILED, Runner
 from hdet.lab.bench.suite import BY_NAME, DEFAULT_ENTRIES, METHODS, Entry, MethodName, jobs
 from hdet.lab.runs.progress import RunBar
+from hdet.launch import server
 
 POLL_S = 1.0
 MIN_STEPS = 60
@@ -123,12 +123,12 @@ def _share(options: BenchOptions, arguments: Sequence[str], console: Console) ->
     runner = _runner(options, console)
     todo = jobs(runner.entries, runner.methods)
     threads = max(1, (os.cpu_count() or 1) // options.workers)
-    surroundings = {**os.environ, "HDET_BENCH_WORKER": "1", "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-m", "hdet", "bench", *arguments]
-    workers = [subprocess.Popen(command, env=surroundings) for _ in range(options.workers)]
+    workers = [server().Process(target=_work, args=(arguments, threads)) for _ in range(options.workers)]
+    for worker in workers:
+        worker.start()
     try:
         with RunBar(console, "bench", len(todo)) as bar:
-            while any(worker.poll() is None for worker in workers):
+            while any(worker.is_alive() for worker in workers):
                 bar.advance(sum(runner.path(job).exists() for job in todo))
                 time.sleep(POLL_S)
     finally:
@@ -139,6 +139,12 @@ def _share(options: BenchOptions, arguments: Sequence[str], console: Console) ->
     if left:
         problems.append(f"not run: {', '.join(left)}; a default needs the grids of half A")
     return _end(console, problems)
+
+
+def _work(arguments: Sequence[str], num_threads: int) -> None:
+    os.environ["HDET_BENCH_WORKER"] = "1"
+    torch.set_num_threads(num_threads)
+    sys.exit(main(arguments))
 
 
 def _end(console: Console, problems: Sequence[str], *, quiet: bool = False) -> int:
