@@ -26,7 +26,7 @@ FRAMEWORKS = {"test_examples", "test_lightning", "test_transformers"}
 """Whose processes import frameworks, which take as long as all the rest."""
 
 # How long an example takes says more about a shared machine than about the code. Every run draws others.
-settings.register_profile("hdet", deadline=None, max_examples=50)
+settings.register_profile("hdet", deadline=None, max_examples=30)
 settings.load_profile("hdet")
 
 

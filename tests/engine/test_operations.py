@@ -446,18 +446,31 @@ def _late(averaging: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "averaging"),
-    [
-        (2, {"overlap": True}),
-        (4, {"node_size": 2, "node_rounds": 2}),
-        (4, {"node_size": 2, "node_rounds": 3, "overlap": True}),
-        (4, {"node_size": 1, "node_rounds": 2}),
-        (2, {"fragments": 2}),
-        (4, {"fragments": 3}),
-    ],
-)
-def test_late_and_partial_means_are_those_of_the_reference(num_replicas: int, averaging: dict[str, Any]) -> None:
+LATE: list[tuple[int, dict[str, Any]]] = [
+    (2, {"overlap": True}),
+    (4, {"node_size": 2, "node_rounds": 2}),
+    (4, {"node_size": 2, "node_rounds": 3, "overlap": True}),
+    (4, {"node_size": 1, "node_rounds": 2}),
+    (2, {"fragments": 2}),
+    (4, {"fragments": 3}),
+]
+
+
+def _all_late() -> dict[int, dict[str, Any]]:
+    count = dist.get_world_size()
+    return {index: _late(averaging) for index, (num, averaging) in enumerate(LATE) if num == count}
+
+
+@pytest.fixture(scope="module")
+def late() -> dict[int, list[dict[int, dict[str, Any]]]]:
+    return {count: launch(_all_late, count) for count in (2, 4)}
+
+
+@pytest.mark.parametrize("index", range(len(LATE)))
+def test_late_and_partial_means_are_those_of_the_reference(
+    late: dict[int, list[dict[int, dict[str, Any]]]], index: int
+) -> None:
+    num_replicas, averaging = LATE[index]
     reference = _reference(
         num_replicas,
         overlap=averaging.get("overlap", False),
@@ -467,7 +480,7 @@ def test_late_and_partial_means_are_those_of_the_reference(num_replicas: int, av
     )
     other = "part" if "fragments" in averaging else "node"
     wide = [k in (1, 7) or (other == "node" and k % averaging.get("node_rounds", 1) == 0) for k in range(1, 8)]
-    for rank, result in enumerate(launch(_late, num_replicas, averaging)):
+    for rank, result in enumerate(found[index] for found in late[num_replicas]):
         np.testing.assert_allclose(result["trace"], [rows[rank] for rows in reference], rtol=1e-12, atol=1e-14)
         assert result["seen"] == STEPS
         assert result["averaged"] == ["all" if w else other for w in wide]

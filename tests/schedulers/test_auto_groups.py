@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from hdet import Adapt, AutoLR
 from hdet.launch import launch
 
-STEPS, INTERVAL = 240, 4
+STEPS, HALF, INTERVAL = 240, 120, 4
 BATCHES = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -83,7 +83,7 @@ def test_a_group_that_needs_more_gets_it() -> None:
 @pytest.mark.parametrize("probe", [False, True])
 def test_without_evidence_it_is_together_to_the_last_bit(monkeypatch: pytest.MonkeyPatch, probe: bool) -> None:
     monkeypatch.setattr("hdet.controllers.groups.DOUBT", math.inf)
-    auto, together = Run("auto", probe=probe).advance(STEPS), Run("together", probe=probe).advance(STEPS)
+    auto, together = Run("auto", probe=probe).advance(HALF), Run("together", probe=probe).advance(HALF)
     assert auto.scales() == [each * 3 for each in together.scales()]
     assert auto.weights() == together.weights()
 
@@ -93,13 +93,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(saved_at: int) -> None:
     whole = Run("auto").advance(saved_at)
     with whole.scheduler.converged():
         saved = copy.deepcopy([part.state_dict() for part in (whole.net, whole.optimizer, whole.scheduler)])
-    whole.advance(STEPS)
+    whole.advance(160)
     resumed = Run("auto")
     parts: list[Any] = [resumed.net, resumed.optimizer, resumed.scheduler]
     for part, state in zip(parts, saved, strict=True):
         part.load_state_dict(state)
     resumed.step = saved_at
-    resumed.advance(STEPS)
+    resumed.advance(160)
     assert resumed.weights() == whole.weights()
     assert len({round(math.log(s), 6) for s in whole.scales()[-1]}) > 1
 
@@ -108,21 +108,27 @@ def test_a_group_joins() -> None:
     run = Run("auto").advance(100)
     extra = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     run.optimizer.add_param_group({"params": [extra]})
-    run.advance(STEPS)
+    run.advance(HALF)
     assert len(run.scales()[-1]) == 4
 
 
 def _on_processes() -> tuple[list[float], list[list[float]]]:
-    run = Run("auto", ddp=True).advance(STEPS)
+    run = Run("auto", ddp=True).advance(HALF)
     return run.weights(), run.scales()
 
 
+@pytest.fixture(scope="module")
+def alone() -> list[list[float]]:
+    scales = Run("auto").advance(HALF).scales()
+    assert len({round(math.log(s), 6) for s in scales[-1]}) > 1  # they have come apart by then
+    return scales
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
-def test_all_ranks_agree_and_it_is_the_run_of_one_process(num_replicas: int) -> None:
+def test_all_ranks_agree_and_it_is_the_run_of_one_process(num_replicas: int, alone: list[list[float]]) -> None:
     found = launch(_on_processes, num_replicas, timeout_s=240)
     assert all(each == found[0] for each in found)
-    alone = Run("auto").advance(STEPS)
-    torch.testing.assert_close(torch.tensor(found[0][1]), torch.tensor(alone.scales()), rtol=1e-4, atol=0)
+    torch.testing.assert_close(torch.tensor(found[0][1]), torch.tensor(alone), rtol=1e-4, atol=0)
 
 
 def test_the_loss_signal_cannot_have_it() -> None:

@@ -241,7 +241,7 @@ ENDS: dict[str, dict[str, Any]] = {
 
 END_CASES = [
     *((2, name) for name in ENDS),
-    *((4, name) for name in ("local", "local, nesterov", "shared", "with learning rate", "permutation")),
+    *((4, name) for name in ("local", "shared", "with learning rate", "permutation")),
 ]
 
 
@@ -455,7 +455,7 @@ def _resume(folder: str, name: str) -> dict[str, Any]:
 
 RESUME_CASES = [
     *((2, name) for name in RESUMES),
-    *((4, name) for name in ("local, average", "local, nesterov", "shared", "shared, probe", "auto, gradient")),
+    *((4, name) for name in ("local, nesterov", "shared, probe")),
 ]
 
 
@@ -503,7 +503,7 @@ def _go_on(folder: str, name: str, count: int) -> dict[str, Any]:
 
 
 def _go_on_all(folder: str, count: int) -> dict[str, Any]:
-    names = ("local, average", "local, nesterov", "shared", "shared, probe")
+    names = ("local, nesterov", "shared, probe")
     return _run_all({name: lambda name=name: _go_on(folder, name, count) for name in names})
 
 

@@ -168,40 +168,70 @@ def test_alone_the_knob_stays_where_it_is() -> None:
     assert_allclose(found["weights"], oracle["weights"], rtol=1e-9)
 
 
-def _resumed(step: int, each: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+Pair = tuple[dict[str, Any], dict[str, Any]]
+
+
+def _resumed(step: int) -> Pair:
     whole = _Run()
     whole.advance(step)
-    if each:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that these are one replica's weights: all are saved
-            saved = [copy.deepcopy(whole.states())]
-    else:
-        saved = [whole.saved()]
+    saved = [whole.saved()]
     whole.advance(TOTAL_STEPS)
-    if not each:
-        dist.broadcast_object_list(saved, src=0)
+    dist.broadcast_object_list(saved, src=0)
     again = _Run()
     again.load(saved[0])
     again.advance(TOTAL_STEPS)
     return whole.found(), again.found()
 
 
-def test_a_run_that_is_resumed_between_generations_is_the_uninterrupted_one() -> None:
-    for whole, again in launch(_resumed, 4, 3 * INTERVAL):
+def _each_resumed(steps: list[int]) -> dict[int, Pair]:
+    """Each rank from its own checkpoint, of several steps of one run."""
+    whole = _Run()
+    saved = {}
+    for step in steps:
+        whole.advance(step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that these are one replica's weights: all are saved
+            saved[step] = copy.deepcopy(whole.states())
+    whole.advance(TOTAL_STEPS)
+    found = {}
+    for step, states in saved.items():
+        again = _Run()
+        again.load(states)
+        again.advance(TOTAL_STEPS)
+        found[step] = whole.found(), again.found()
+    return found
+
+
+BETWEEN, WITHIN, IN_ROUND = 3 * INTERVAL, 2 * INTERVAL + 3, [3, 4, 6, 7]
+
+
+def _all_resumed() -> tuple[dict[int, Pair], dict[int, Pair]]:
+    of_one = {step: _resumed(step) for step in (BETWEEN, WITHIN)}
+    return of_one, _each_resumed([2 * INTERVAL + in_round for in_round in IN_ROUND])
+
+
+@pytest.fixture(scope="module")
+def resumed() -> list[tuple[dict[int, Pair], dict[int, Pair]]]:
+    """By replica, from the checkpoint of one and from each one's own, then by the step of it."""
+    return launch(_all_resumed, 4)
+
+
+def test_a_run_that_is_resumed_between_generations_is_the_uninterrupted_one(resumed: list[Any]) -> None:
+    for whole, again in (of_one[BETWEEN] for of_one, _ in resumed):
         assert_allclose(again["weights"], whole["weights"], rtol=1e-12)
         assert_allclose(again["bases"], whole["bases"][3:], rtol=1e-12)
 
 
-def test_in_the_middle_of_a_generation_it_goes_on_from_the_mean_with_the_same_window() -> None:
-    for whole, again in launch(_resumed, 4, 2 * INTERVAL + 3):
+def test_in_the_middle_of_a_generation_it_goes_on_from_the_mean_with_the_same_window(resumed: list[Any]) -> None:
+    for whole, again in (of_one[WITHIN] for of_one, _ in resumed):
         assert_allclose(again["values"][0], whole["values"][2], rtol=1e-12)
         assert len(again["bases"]) == len(whole["bases"]) - 2
         assert np.isfinite(again["weights"]).all()
 
 
-@pytest.mark.parametrize("in_round", [3, 4, 6, 7])
-def test_every_ranks_own_checkpoint_continues_a_generation_exactly(in_round: int) -> None:
-    for whole, again in launch(_resumed, 4, 2 * INTERVAL + in_round, True):
+@pytest.mark.parametrize("in_round", IN_ROUND)
+def test_every_ranks_own_checkpoint_continues_a_generation_exactly(resumed: list[Any], in_round: int) -> None:
+    for whole, again in (of_each[2 * INTERVAL + in_round] for _, of_each in resumed):
         assert again["weights"] == whole["weights"]
         assert again["bases"] == whole["bases"][2:]
         assert again["probes"] == whole["probes"][2:]
