@@ -27,8 +27,11 @@ _FLAGS = {"_get_lr_called_within_step", "_is_initial"}  # torch has them in the 
 _FIELDS = _COUNTS | _DIVISORS | _NUMBERS | _OTHERS | _FLAGS
 
 
-def check_one_cycle_state(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where the attributes of a OneCycleLR, just loaded, could not be trained with to the end."""
+def check_one_cycle_state(schedule: Any, groups: Sequence[Mapping[str, Any]], *, first: int = -1) -> None:
+    """Raise where the attributes of a OneCycleLR, just loaded, could not be trained with to the end.
+
+    ``first``: what it may count from. Each SequentialLR sets back by one what waits inside it.
+    """
     total_steps = whole_of(schedule.total_steps, "total_steps", 1)
     if not isinstance(schedule.base_lrs, (list, tuple)):
         raise ValueError(f"base_lrs must be a list, but got {shown(schedule.base_lrs)}")
@@ -40,8 +43,8 @@ def check_one_cycle_state(schedule: Any, groups: Sequence[Mapping[str, Any]]) ->
         raise ValueError(f'the annealing must be "cos" or "linear", but got {shown(schedule._anneal_func_type)}')
     if flag_of(schedule.cycle_momentum, "cycle_momentum") and not all(set(group) >= MOMENTA for group in groups):
         raise ValueError("cycle_momentum must be off where the optimizer was set up without it, but the state has it")
-    if not -1 <= whole_of(schedule.last_epoch, "last_epoch", -1) <= total_steps:
-        raise ValueError(f"last_epoch must be in [-1, {total_steps}], but got {schedule.last_epoch}")
+    if not whole_of(schedule.last_epoch, "last_epoch", first) <= total_steps:
+        raise ValueError(f"last_epoch must be in [{first}, {total_steps}], but got {schedule.last_epoch}")
     whole_of(schedule._step_count, "step_count")
     phases: Any = schedule._schedule_phases
     if not isinstance(phases, list) or len(phases) < 2 or not all(_is_phase(phase) for phase in phases):
@@ -75,9 +78,10 @@ def load_schedule(schedule: LRScheduler, saved: Any, num_groups: int) -> None:
     """
     _check(schedule, saved, 0)
     schedule.load_state_dict(saved)
+    first = -len(list(all_of(schedule)))
     for part in parts_of(schedule):
         if type(part) is OneCycleLR:
-            check_one_cycle_state(part, part.optimizer.param_groups[:num_groups])
+            check_one_cycle_state(part, part.optimizer.param_groups[:num_groups], first=first)
 
 
 def is_plain(state: Any) -> bool:
