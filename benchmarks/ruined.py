@@ -37,8 +37,23 @@ GRID = tuple(10 ** (power / 2) for power in range(-8, 3))
 NUM_BEST = 2
 """Seeds of the grid."""
 
+
+class Positive(nn.Module):
+    """Inputs between 0 and 1, as many have them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1) / 2
+
+
+def plain(num_in: int, num_out: int) -> nn.Module:
+    """With torch's own first weights, from which a loss takes its time to fall."""
+    hidden = [nn.Linear(num_in, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()]
+    return nn.Sequential(Positive(), *hidden, nn.Linear(64, num_out))
+
+
 CASES: dict[str, tuple[str, Callable[[int, int], nn.Module], float]] = {
     "digits": ("digits", lambda num_in, num_out: MLP(num_in, num_out, widths=(64, 64)), 1.0),
+    "digits-plain": ("digits", plain, 1.0),
     "digits-linear": ("digits", nn.Linear, 1.0),
     "table": ("table", lambda num_in, num_out: MLP(num_in, num_out, widths=(64, 64)), 1.0),
     "table-raw": ("table", lambda num_in, num_out: MLP(num_in, num_out, widths=(64, 64)), 77.0),
