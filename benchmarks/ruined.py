@@ -1,6 +1,6 @@
 """How often is a run ruined? Hundreds of short runs of AutoLR on small real tasks, from starts that are far off.
 
-    python benchmarks/ruined.py --data DATA                       # every case: an hour on one core
+    python benchmarks/ruined.py --data DATA                       # every case: some 20 minutes on one core
     python benchmarks/ruined.py --cases digits --optimizers sgd --seeds 16 --json out.json
 
 A benchmark of a few seeds does not see what happens to one run in fifty. For each case, optimizer, batch and clipping:
@@ -33,7 +33,7 @@ from hdet.lab.runs import provenance
 from held_out_data import TASKS
 
 STARTS = (1e-8, 1e-3, 1.0)
-GRID = tuple(10 ** (power / 2) for power in range(-8, 3))
+GRID = tuple(10 ** (power / 2) for power in range(-10, 3))
 NUM_BEST = 2
 """Seeds of the grid."""
 
@@ -84,7 +84,7 @@ class Trainer:
     def __init__(self, case: Case, data: Path) -> None:
         source, self.build, self.scale = CASES[case.name]
         self.case, found = case, TASKS[source](data, 0)
-        self.loss, (self.x, self.y) = found.loss, found.rows["train"]
+        self.loss, (self.x, self.y), self.sha256 = found.loss, found.rows["train"], found.sha256()
         self.x = self.x.float()
         self.y = self.y if self.y.dtype == torch.int64 else self.y.float() * self.scale
         self.num_out = int(self.y.max()) + 1 if self.y.dtype == torch.int64 else 1
@@ -135,7 +135,8 @@ def examine(case: Case, data: Path, num_seeds: int) -> dict[str, Any]:
         loss, told = trainer.train(start, seed, auto=True)
         ruined = not loss <= limit
         runs.append({"start": start, "seed": seed, "loss": float(f"{loss:.5g}"), "ruined": ruined, **told})
-    return {**vars(case), "first": first, "best": best, "best_lr": best_lr, "grid": list(means.items()), "runs": runs}
+    facts = {**vars(case), "data_sha256": trainer.sha256}
+    return {**facts, "first": first, "best": best, "best_lr": best_lr, "grid": list(means.items()), "runs": runs}
 
 
 def show(found: dict[str, Any]) -> str:

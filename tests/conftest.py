@@ -25,7 +25,7 @@ preload("torch.distributed.launcher.api")
 FRAMEWORKS = {"test_examples", "test_lightning", "test_transformers"}
 """Whose processes import frameworks, which take as long as all the rest."""
 
-# How long an example takes says more about a shared machine than about the code. Every run draws others.
+# How long an example takes says more about a shared machine than about the code.
 settings.register_profile("hdet", deadline=None, max_examples=30)
 settings.load_profile("hdet")
 

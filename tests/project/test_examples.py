@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -11,9 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed import run
 
-from hdet.launch import server
 from torchrun import Done, torchrun
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
@@ -30,35 +27,12 @@ def test_example(path: Path, tmp_path: Path) -> None:
     assert f": {shown} examples/{path.name}" in lines[0]
     if package == "ray":
         done = _fresh(tmp_path, str(path))
-    elif package == "ddp":  # one of them by the command itself, whose workers are fresh interpreters
-        done = _by_command(tmp_path, "--standalone", "--nproc-per-node", "2", str(path))
+    elif package == "ddp":  # one of them from the command line, in fresh interpreters
+        done = _fresh(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path))
     else:
         done = torchrun(path, folder=tmp_path, timeout_s=100, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"learned scale \d", done.stdout)) == 1, done.stdout
-
-
-def _by_command(folder: Path, *arguments: str) -> Done:
-    process = server().Process(target=_command, args=(folder, arguments))
-    process.start()
-    assert process.pid is not None
-    process.join(100)
-    try:
-        assert not process.is_alive()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-    assert process.exitcode is not None
-    return Done(process.exitcode, *((folder / name).read_text() for name in ("stdout", "stderr")))
-
-
-def _command(folder: Path, arguments: tuple[str, ...]) -> None:
-    os.setsid()  # so that a timeout ends the workers too
-    os.chdir(folder)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    run.main(list(arguments))
 
 
 def _fresh(folder: Path, *arguments: str) -> Done:
