@@ -279,7 +279,7 @@ CLAIMS: dict[str, Callable[[Bench], list[Row]]] = {
     each.__name__: each for each in (nine, warm, mean, flat, groups, residual, permutations, means)
 }
 RULES = ("mean", "mean spread", "weighted", "elastic", "nesterov:0.7,0.9", "nesterov:0.7,0.9 spread", "bfloat16",
-         "int8", "fragments:4")  # fmt: skip
+         "int8")  # fmt: skip
 
 
 def compact(value: Any) -> Any:

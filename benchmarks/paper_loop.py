@@ -161,7 +161,7 @@ def train(
         for i, outcome in enumerate(found):
             index = (step + 1) // interval
             with torch.no_grad():
-                means[i].apply_(engine.weights[i], losses[i], index, last=last)
+                means[i].apply_(engine.weights[i], losses[i], last=last)
             numbers[i].end_round(losses[i], index, acts=step >= 0.02 * num_steps)
             outcome.train_loss.append(float(losses[i].mean()))
             outcome.scales.append(numbers[i].scales.tolist())

@@ -18,7 +18,7 @@ class Mean(Protocol):
 
     bytes_sent: float
 
-    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None: ...
+    def apply_(self, weights: Tensor, losses: FloatArray, *, last: bool) -> None: ...
 
 
 def ring_bytes(num_replicas: int, num_values: float, bytes_each: float) -> float:
@@ -33,7 +33,7 @@ class Outer:
         self.step, self.centre, self.bytes_sent = step, start[0].clone(), 0.0
         step.begin([self.centre])
 
-    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None:
+    def apply_(self, weights: Tensor, losses: FloatArray, *, last: bool) -> None:
         shares = self.step.shares(losses, np.ones(len(losses), dtype=bool))
         counts = np.ones(len(losses)) if shares is None else shares
         self.centre.copy_((torch.from_numpy(counts).to(weights)[:, None] * weights).mean(0))
@@ -51,7 +51,7 @@ class Elastic:
     def __init__(self, rate: float, start: Tensor) -> None:
         self.rate, self.centre, self.bytes_sent = rate, start[0].clone(), 0.0
 
-    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None:
+    def apply_(self, weights: Tensor, losses: FloatArray, *, last: bool) -> None:
         pulls = self.rate * (weights - self.centre)
         weights.sub_(pulls)
         self.centre.add_(pulls.sum(0))
@@ -67,24 +67,11 @@ class Coded:
         self.transport, self.centre, self.bytes_sent = transport, start[0].clone(), 0.0
         self.bytes_each = encode(torch.zeros(1, BLOCK), transport).shape[1] / BLOCK
 
-    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None:
+    def apply_(self, weights: Tensor, losses: FloatArray, *, last: bool) -> None:
         sent = torch.stack([through(each, self.transport) for each in weights - self.centre])
         self.centre.add_(through(sent.mean(0), self.transport))
         weights.copy_(self.centre.expand_as(weights))
         self.bytes_sent += ring_bytes(len(weights), weights.shape[1], self.bytes_each)
-
-
-class Fragments:
-    """A part of the weights in each round, in turn; all of them in the last."""
-
-    def __init__(self, num_fragments: int, start: Tensor) -> None:
-        self.num_fragments, self.bytes_sent = num_fragments, 0.0
-
-    def apply_(self, weights: Tensor, losses: FloatArray, index: int, *, last: bool) -> None:
-        parts = torch.tensor_split(weights, self.num_fragments, dim=1)
-        for part in parts if last else [parts[index % self.num_fragments]]:
-            part.copy_(part.mean(0).expand_as(part))
-            self.bytes_sent += ring_bytes(len(weights), part.shape[1], 4)
 
 
 def through(values: Tensor, transport: Transport) -> Tensor:
@@ -101,8 +88,6 @@ def make_mean(name: str, start: Tensor) -> Mean:
     transports: dict[str, Transport] = {"bfloat16": "bfloat16", "int8": "int8"}
     if kind in transports:
         return Coded(transports[kind], start)
-    if kind == "fragments":
-        return Fragments(int(value or 4), start)
     if kind == "nesterov":
         lr, momentum = (float(each) for each in (value or "0.7,0.9").split(","))
         return Outer(OuterStep("nesterov", lr=lr, momentum=momentum), start)

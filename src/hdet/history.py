@@ -78,9 +78,8 @@ class RoundRecord:
             still on its way.
         converge_s: seconds this replica spent in the converge, waiting for others included.
         quarantined: replicas left out because their loss had exploded.
-        averaged: which mean was taken: of ``"all"`` replicas, of the ``"node"``, of a ``"part"`` of the weights;
-            ``"pull"``: that of all, which elastic replicas are drawn towards; ``"none"``: replicas are equal, or the
-            round was undone.
+        averaged: which mean was taken: of ``"all"`` replicas, or of the ``"node"``; ``"pull"``: that of all, which
+            elastic replicas are drawn towards; ``"none"``: replicas are equal, or the round was undone.
         num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty in a
             run without a process group.
         phase: what the learning rates were doing: in the ``"climb"``, finding their ``"level"``, on ``"hold"`` for the

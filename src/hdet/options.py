@@ -233,8 +233,6 @@ class Averaging(_Options):
             have moved since the last mean, in 16 or 8 bits a value, for a half or a quarter of the bytes. One more copy
             of the weights. The first mean of a process is a full one, so a resumed run is not the uninterrupted one to
             the last bit.
-        fragments: k: average one k-th of every tensor in each round, in turn, for a k-th of the bytes; all of them in
-            the first round and at the end.
         overlap: let the mean travel during the next step instead of waiting for it; it is applied one step late. Two
             more copies of the weights meanwhile.
         node_size: replicas of a node, consecutive ranks; with ``node_rounds``.
@@ -250,7 +248,6 @@ class Averaging(_Options):
     outer: OuterStep | OuterKind = "mean"
     optimizer_state: StatePolicy = "keep"
     transport: Transport = "full"
-    fragments: int = 1
     overlap: bool = False
     node_size: int | None = None
     node_rounds: int = 1
@@ -260,7 +257,6 @@ class Averaging(_Options):
         outer = self.make_outer()
         require_one_of("optimizer_state", self.optimizer_state, "average", "keep", "reset")
         require_one_of("transport", self.transport, "full", "bfloat16", "int8")
-        require(whole(self.fragments) >= 1, "fragments", "an integer >= 1", self.fragments)
         require(is_flag(self.overlap), "overlap", "True or False", self.overlap)
         fine = self.node_size is None or whole(self.node_size) >= 1
         require(fine, "node_size", "None or an integer >= 1", self.node_size)
@@ -268,12 +264,9 @@ class Averaging(_Options):
         require(number(self.slow_share) > 0, "slow_share", "a finite number > 0", self.slow_share)
         if self.node_rounds > 1 and self.node_size is None:
             raise ValueError(f"node_rounds needs node_size, the replicas of a node, but got {self!r}")
-        if self.fragments > 1 and (self.overlap or self.node_rounds > 1):
-            raise ValueError(f"fragments cannot be combined with overlap or node_rounds, but got {self!r}")
         late = "overlap" if self.overlap else "node_rounds" if self.node_rounds > 1 else None
-        late = late or ("fragments" if self.fragments > 1 else None)
         if late and outer.kind != "mean":
-            raise ValueError(f'{late} needs outer="mean", which can be taken late and in parts, but got {outer!r}')
+            raise ValueError(f'{late} needs outer="mean", which can be taken late, but got {outer!r}')
         if outer.kind == "elastic" and self.transport != "full":
             raise ValueError(
                 f'outer="elastic" needs transport="full", since replicas stay far from the mean that a displacement is '

@@ -260,7 +260,7 @@ def test_what_needs_one_place_is_refused() -> None:
         ValueError, match=r'outer="elastic" needs transport="full", since .* but got transport=\'int8\''
     ):
         Averaging(outer="elastic", transport="int8")
-    cases: list[dict[str, Any]] = [{"fragments": 2}, {"overlap": True}, {"node_size": 1, "node_rounds": 2}]
+    cases: list[dict[str, Any]] = [{"overlap": True}, {"node_size": 1, "node_rounds": 2}]
     for late in cases:
         with pytest.raises(ValueError, match='needs outer="mean", which can be taken late'):
             Averaging(outer="elastic", **late)

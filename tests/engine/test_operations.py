@@ -58,10 +58,6 @@ def _model() -> nn.Linear:
     [
         ({"overlap": True, "outer": "nesterov"}, 'overlap needs outer="mean"'),
         ({"node_size": 1, "node_rounds": 2, "outer": "weighted"}, 'node_rounds needs outer="mean"'),
-        ({"fragments": 0}, "fragments must be an integer >= 1, but got fragments=0"),
-        ({"fragments": 2, "outer": "nesterov"}, 'fragments needs outer="mean"'),
-        ({"fragments": 2, "transport": "int8"}, 'fragments needs transport="full"'),
-        ({"fragments": 2, "overlap": True}, "fragments cannot be combined with overlap or node_rounds"),
         ({"overlap": True, "optimizer_state": "average"}, "overlap saves communication"),
     ],
 )
@@ -394,10 +390,8 @@ def _targets(step: int, num_replicas: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(step).normal(size=(num_replicas, 3))
 
 
-def _reference(
-    num_replicas: int, *, overlap: bool, node_size: int, node_rounds: int, fragments: int = 1
-) -> list[list[float]]:
-    """Local SGD on a quadratic; every T steps the mean: of a node or of all, of a part or all, now or a step late."""
+def _reference(num_replicas: int, *, overlap: bool, node_size: int, node_rounds: int) -> list[list[float]]:
+    """Local SGD on a quadratic; every T steps the mean: of a node or of all, now or a step late."""
     theta, late, trace = np.zeros((num_replicas, 3)), None, []
     for step in range(1, STEPS + 1):
         theta = theta - LR * (theta - _targets(step, num_replicas))
@@ -410,10 +404,8 @@ def _reference(
                 slice(first, first + node_size) for first in range(0, num_replicas, node_size)
             ]  # fmt: skip
             mean = theta.copy()
-            parts = np.array_split(np.arange(3), fragments)
-            part = np.arange(3) if step in (T, STEPS) else parts[(index - 1) % fragments]
             for node in nodes:
-                mean[node, part] = theta[node][:, part].mean(axis=0)
+                mean[node] = theta[node].mean(axis=0)
             if overlap and step not in (T, STEPS):
                 late = mean - theta
             else:
@@ -451,8 +443,6 @@ LATE: list[tuple[int, dict[str, Any]]] = [
     (4, {"node_size": 2, "node_rounds": 2}),
     (4, {"node_size": 2, "node_rounds": 3, "overlap": True}),
     (4, {"node_size": 1, "node_rounds": 2}),
-    (2, {"fragments": 2}),
-    (4, {"fragments": 3}),
 ]
 
 
@@ -476,14 +466,12 @@ def test_late_and_partial_means_are_those_of_the_reference(
         overlap=averaging.get("overlap", False),
         node_size=averaging.get("node_size", num_replicas),
         node_rounds=averaging.get("node_rounds", 1),
-        fragments=averaging.get("fragments", 1),
     )
-    other = "part" if "fragments" in averaging else "node"
-    wide = [k in (1, 7) or (other == "node" and k % averaging.get("node_rounds", 1) == 0) for k in range(1, 8)]
+    wide = [k in (1, 7) or k % averaging.get("node_rounds", 1) == 0 for k in range(1, 8)]
     for rank, result in enumerate(found[index] for found in late[num_replicas]):
         np.testing.assert_allclose(result["trace"], [rows[rank] for rows in reference], rtol=1e-12, atol=1e-14)
         assert result["seen"] == STEPS
-        assert result["averaged"] == ["all" if w else other for w in wide]
+        assert result["averaged"] == ["all" if w else "node" for w in wide]
         assert result["distances"] == [False, *[averaging.get("overlap", False)] * 5, False]
 
 

@@ -40,7 +40,6 @@ class Averager:
         undoes: whether there is anything to undo.
         overlap: let a mean travel during the next step.
         node_size, node_rounds: average among so many replicas, and among all in every so many rounds only.
-        fragments: average one of so many parts of the weights a round.
         step: optimizer steps already taken.
     """
 
@@ -60,7 +59,6 @@ class Averager:
         overlap: bool = False,
         node_size: int | None = None,
         node_rounds: int = 1,
-        fragments: int = 1,
         step: int = 0,
     ) -> None:
         self.optimizer = optimizer
@@ -76,7 +74,6 @@ class Averager:
         self.fallback = fallback if undoes else None
         self.overlap = overlap
         self.node_rounds = node_rounds
-        self.fragments = fragments
         self._node = None
         if apart and node_rounds > 1:
             assert node_size is not None
@@ -192,9 +189,6 @@ class Averager:
         at_once = last or verdict.new_anchor or not (begun or elastic) or not healthy.all()
         wide = at_once or (verdict.index + 1) % self.node_rounds == 0
         node, averaged = (None, "all") if wide else (self._node, "node")
-        part = (0, 1)
-        if self.fragments > 1 and not at_once:
-            part, averaged = (verdict.index % self.fragments, self.fragments), "part"
         if self.overlap and not at_once:
             self._flight = self.weights.depart(node)
             return math.nan, averaged
@@ -204,7 +198,7 @@ class Averager:
         share = 1.0 if shares is None else float(shares[self.replicas.index])
         pulled = elastic and not at_once
         own = [p.detach().clone() for p in self.weights.anchored()] if pulled else []
-        distance = self.weights.average(healthy, step=step, share=share, node=node, part=part)
+        distance = self.weights.average(healthy, step=step, share=share, node=node)
         if self.optimizer_state == "average":
             self.weights.average_also(
                 state_tensors(self.optimizer), healthy, share=share if self.outer.kind == "fittest" else 1.0

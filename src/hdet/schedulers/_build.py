@@ -124,10 +124,10 @@ def make_loop(
         repairable=replicas.whole,
     )
     on_line = kept is not None and spread > 0
-    if on_line and (averaging.transport != "full" or averaging.fragments > 1):
+    if on_line and averaging.transport != "full":
         raise ValueError(
-            f'transport must be "full" and fragments 1 where rounds start on the line through the anchor, far from the '
-            f"last mean, but got transport={averaging.transport!r}, fragments={averaging.fragments!r}"
+            f'transport must be "full" where rounds start on the line through the anchor, far from the last mean, but '
+            f"got transport={averaging.transport!r}"
         )
     averager = Averager(
         optimizer,
@@ -143,7 +143,6 @@ def make_loop(
         overlap=averaging.overlap,
         node_size=averaging.node_size,
         node_rounds=averaging.node_rounds,
-        fragments=averaging.fragments,
         step=step,
     )
     values = Values(

@@ -144,15 +144,13 @@ class Weights:
         step: int,
         share: float = 1.0,
         node: Replicas | None = None,
-        part: tuple[int, int] = (0, 1),
     ) -> float:
         """Eq. 3. Returns the largest distance of a healthy replica from its mean.
 
-        ``share``: what this replica counts. ``node``: take the mean among these alone, all of them healthy. ``part``:
-        which of how many parts of every tensor are averaged; the others stay as they are.
+        ``share``: what this replica counts. ``node``: take the mean among these alone, all of them healthy.
         """
         among, fine = (self.replicas, healthy.tolist()) if node is None else (node, [True] * node.count)
-        tensors = {key: _fragment(t, *part) for key, t in self.local().items()}
+        tensors = self.local()
         bases = self._floating().keys() <= self._bases.keys()
         if self.transport == "full" or not (bases and all(fine) and node is None):
             distance = mean_(tensors.values(), among, fine, self._buffers, share=share).item()
@@ -207,13 +205,3 @@ class Weights:
         # A parameter frozen in mid-round still has to be averaged at its end; one frozen all along must not be
         # touched, since a mean of equal numbers can differ from them in the last bit.
         return {id(p) for p in trained_parameters(self.optimizer, self.model) if p.requires_grad}
-
-
-def _fragment(tensor: Tensor, which: int, num: int) -> Tensor:
-    """One of ``num`` parts of a tensor, along its longest dimension: a view, whatever its strides."""
-    if num == 1:
-        return tensor
-    if not tensor.dim():
-        return tensor if which == 0 else tensor.new_empty(0)
-    longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
-    return torch.tensor_split(tensor, num, dim=longest)[which]
