@@ -278,8 +278,7 @@ def means(bench: Bench) -> list[Row]:
 CLAIMS: dict[str, Callable[[Bench], list[Row]]] = {
     each.__name__: each for each in (nine, warm, mean, flat, groups, residual, permutations, means)
 }
-RULES = ("mean", "mean spread", "weighted", "elastic", "nesterov:0.7,0.9", "nesterov:0.7,0.9 spread", "bfloat16",
-         "int8")  # fmt: skip
+RULES = ("mean", "mean spread", "weighted", "elastic", "nesterov:0.7,0.9", "nesterov:0.7,0.9 spread")
 
 
 def compact(value: Any) -> Any:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hdet.checks import FloatArray
-from hdet.replicas.transport import BLOCK, Transport, decode, encode
 from hdet.weights.outer import OuterStep
 
 
@@ -21,9 +20,9 @@ class Mean(Protocol):
     def apply_(self, weights: Tensor, losses: FloatArray, *, last: bool) -> None: ...
 
 
-def ring_bytes(num_replicas: int, num_values: float, bytes_each: float) -> float:
-    """What one replica of a ring sends for a sum: each of N parts to the next, twice N - 1 times."""
-    return 2 * (num_replicas - 1) / num_replicas * num_values * bytes_each
+def ring_bytes(num_replicas: int, num_values: float) -> float:
+    """What one replica of a ring sends for a sum of float32: each of N parts to the next, twice N - 1 times."""
+    return 2 * (num_replicas - 1) / num_replicas * num_values * 4
 
 
 class Outer:
@@ -39,7 +38,7 @@ class Outer:
         self.centre.copy_((torch.from_numpy(counts).to(weights)[:, None] * weights).mean(0))
         self.step.apply_([self.centre])
         weights.copy_(self.centre.expand_as(weights))
-        self.bytes_sent += ring_bytes(len(weights), weights.shape[1], 4)
+        self.bytes_sent += ring_bytes(len(weights), weights.shape[1])
 
 
 class Elastic:
@@ -57,27 +56,7 @@ class Elastic:
         self.centre.add_(pulls.sum(0))
         if last:
             weights.copy_(self.centre.expand_as(weights))
-        self.bytes_sent += ring_bytes(len(weights), weights.shape[1], 4)
-
-
-class Coded:
-    """The mean of displacements from the last centre, each of them coded; and the same of their mean."""
-
-    def __init__(self, transport: Transport, start: Tensor) -> None:
-        self.transport, self.centre, self.bytes_sent = transport, start[0].clone(), 0.0
-        self.bytes_each = encode(torch.zeros(1, BLOCK), transport).shape[1] / BLOCK
-
-    def apply_(self, weights: Tensor, losses: FloatArray, *, last: bool) -> None:
-        sent = torch.stack([through(each, self.transport) for each in weights - self.centre])
-        self.centre.add_(through(sent.mean(0), self.transport))
-        weights.copy_(self.centre.expand_as(weights))
-        self.bytes_sent += ring_bytes(len(weights), weights.shape[1], self.bytes_each)
-
-
-def through(values: Tensor, transport: Transport) -> Tensor:
-    """What arrives of a vector that the product sends."""
-    padded = torch.nn.functional.pad(values.float(), (0, -len(values) % BLOCK))
-    return decode(encode(padded[None], transport), transport)[0, : len(values)].to(values)
+        self.bytes_sent += ring_bytes(len(weights), weights.shape[1])
 
 
 def make_mean(name: str, start: Tensor) -> Mean:
@@ -85,9 +64,6 @@ def make_mean(name: str, start: Tensor) -> Mean:
     kind, _, value = name.partition(":")
     if kind == "elastic":
         return Elastic(float(value or 0.9) / len(start), start)  # beta = N a = 0.9, as its authors have it
-    transports: dict[str, Transport] = {"bfloat16": "bfloat16", "int8": "int8"}
-    if kind in transports:
-        return Coded(transports[kind], start)
     if kind == "nesterov":
         lr, momentum = (float(each) for each in (value or "0.7,0.9").split(","))
         return Outer(OuterStep("nesterov", lr=lr, momentum=momentum), start)

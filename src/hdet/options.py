@@ -10,7 +10,6 @@ import torch
 
 from hdet.checks import is_flag, number, require, require_one_of, shown, whole
 from hdet.controllers import Controller
-from hdet.replicas.transport import Transport
 from hdet.weights.outer import OuterKind, OuterStep, StatePolicy
 
 AnchorChoice = Literal["start", "round"] | int
@@ -229,10 +228,6 @@ class Averaging(_Options):
             and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
             rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
             moment, and one rank's checkpoint is enough. ``"reset"`` clears it.
-        transport: how the mean travels. ``"full"``: summed in 32 bits. ``"bfloat16"`` and ``"int8"``: what replicas
-            have moved since the last mean, in 16 or 8 bits a value, for a half or a quarter of the bytes. One more copy
-            of the weights. The first mean of a process is a full one, so a resumed run is not the uninterrupted one to
-            the last bit.
         overlap: let the mean travel during the next step instead of waiting for it; it is applied one step late. Two
             more copies of the weights meanwhile.
         node_size: replicas of a node, consecutive ranks; with ``node_rounds``.
@@ -247,7 +242,6 @@ class Averaging(_Options):
 
     outer: OuterStep | OuterKind = "mean"
     optimizer_state: StatePolicy = "keep"
-    transport: Transport = "full"
     overlap: bool = False
     node_size: int | None = None
     node_rounds: int = 1
@@ -256,7 +250,6 @@ class Averaging(_Options):
     def __post_init__(self) -> None:
         outer = self.make_outer()
         require_one_of("optimizer_state", self.optimizer_state, "average", "keep", "reset")
-        require_one_of("transport", self.transport, "full", "bfloat16", "int8")
         require(is_flag(self.overlap), "overlap", "True or False", self.overlap)
         fine = self.node_size is None or whole(self.node_size) >= 1
         require(fine, "node_size", "None or an integer >= 1", self.node_size)
@@ -267,13 +260,6 @@ class Averaging(_Options):
         late = "overlap" if self.overlap else "node_rounds" if self.node_rounds > 1 else None
         if late and outer.kind != "mean":
             raise ValueError(f'{late} needs outer="mean", which can be taken late, but got {outer!r}')
-        if outer.kind == "elastic" and self.transport != "full":
-            raise ValueError(
-                f'outer="elastic" needs transport="full", since replicas stay far from the mean that a displacement is '
-                f"measured from, but got transport={self.transport!r}"
-            )
-        if late and self.transport != "full":
-            raise ValueError(f'{late} needs transport="full", but got transport={self.transport!r}')
         if late and self.optimizer_state == "average":
             raise ValueError(
                 f'{late} saves communication, but optimizer_state="average" needs that of the optimizer\'s state at '

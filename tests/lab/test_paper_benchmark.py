@@ -58,8 +58,8 @@ def _slow(name: str, theta: FloatArray, centre: FloatArray) -> tuple[FloatArray,
     return np.tile(mean, (count, 1)), mean
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("mean", 1e-6), ("elastic", 1e-6), ("bfloat16", 0.05), ("int8", 0.1)])
-def test_means_against_their_formulas(name: str, tolerance: float) -> None:
+@pytest.mark.parametrize("name", ["mean", "elastic"])
+def test_means_against_their_formulas(name: str) -> None:
     means: Any = importlib.import_module("paper_means")
     generator = np.random.default_rng(0)
     start = generator.standard_normal(10)
@@ -71,7 +71,7 @@ def test_means_against_their_formulas(name: str, tolerance: float) -> None:
         theta, weights = theta + step, weights + torch.from_numpy(step).float()
         mean.apply_(weights, np.zeros(3), last=False)
         theta, centre = _slow(name, theta, centre)
-        np.testing.assert_allclose(weights.numpy(), theta, atol=tolerance)
+        np.testing.assert_allclose(weights.numpy(), theta, atol=1e-6)
     mean.apply_(weights, np.zeros(3), last=True)
     assert (weights == weights[0]).all()
     assert mean.bytes_sent > 0

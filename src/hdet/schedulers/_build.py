@@ -94,7 +94,7 @@ def make_loop(
             dtype=common.copies.anchor_dtype,
             stride=stride_of(common.copies.anchor_share, optimizer) if spread == 0 else 1,
         )
-    weights = Weights(optimizer, common.model, replicas, averaging.transport)
+    weights = Weights(optimizer, common.model, replicas)
     signals = _make_signals(
         common, weights, knobs, panel, signal=signal, anchor=kept, knob_of_group=knob_of_group, whole=groups == "auto"
     )
@@ -123,19 +123,13 @@ def make_loop(
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
         repairable=replicas.whole,
     )
-    on_line = kept is not None and spread > 0
-    if on_line and averaging.transport != "full":
-        raise ValueError(
-            f'transport must be "full" where rounds start on the line through the anchor, far from the last mean, but '
-            f"got transport={averaging.transport!r}"
-        )
     averager = Averager(
         optimizer,
         weights,
         apart=apart,
         shared_gradients=gradients != "local",
         anchor=kept,
-        on_line=on_line,
+        on_line=kept is not None and spread > 0,
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
         fallback=_make_fallback(common),

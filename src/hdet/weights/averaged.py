@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -20,7 +18,6 @@ from hdet.replicas.average import Buffers, Flight, is_healthy, mean_, memory_vie
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import buffers_beside, shape_digest, trained_parameters
 from hdet.replicas.sharding import local_tensor
-from hdet.replicas.transport import Transport, coded_mean_
 
 
 class Weights:
@@ -30,18 +27,12 @@ class Weights:
         optimizer: its parameters are averaged.
         model: its other trainable parameters and its buffers are averaged too.
         replicas: who takes part.
-        transport: how a mean travels. Not ``"full"``: as coded displacements from the last mean, of which there is then
-            a copy. The first mean, and one with unhealthy replicas, is a full one.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, model: nn.Module | None, replicas: Replicas, transport: Transport = "full"
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module | None, replicas: Replicas) -> None:
         self.optimizer = optimizer
         self.model = model
         self.replicas = replicas
-        self.transport: Transport = transport
-        self._bases: dict[int, Tensor] = {}
         self._buffers: Buffers = {}
         self._trainable = self._requiring_grad()
         self._unnamed: list[Tensor] | None = None
@@ -129,35 +120,15 @@ class Weights:
 
     def digest(self) -> int:
         """Of whole parameters: the shards of one need not be of equal size."""
-        digest = shape_digest(self.averaged())
-        if self.transport != "full":  # who has no last mean takes other collectives: to be found before they are called
-            digest = zlib.crc32(struct.pack("2I", digest, sorted(self._bases) == sorted(self._floating())))
-        return digest
+        return shape_digest(self.averaged())
 
-    def _floating(self) -> dict[int, Tensor]:
-        return {key: t for key, t in self.local().items() if t.is_floating_point()}
-
-    def average(
-        self,
-        healthy: BoolArray,
-        *,
-        step: int,
-        share: float = 1.0,
-        node: Replicas | None = None,
-    ) -> float:
+    def average(self, healthy: BoolArray, *, step: int, share: float = 1.0, node: Replicas | None = None) -> float:
         """Eq. 3. Returns the largest distance of a healthy replica from its mean.
 
         ``share``: what this replica counts. ``node``: take the mean among these alone, all of them healthy.
         """
         among, fine = (self.replicas, healthy.tolist()) if node is None else (node, [True] * node.count)
-        tensors = self.local()
-        bases = self._floating().keys() <= self._bases.keys()
-        if self.transport == "full" or not (bases and all(fine) and node is None):
-            distance = mean_(tensors.values(), among, fine, self._buffers, share=share).item()
-        else:
-            distance = coded_mean_(tensors, self._bases, among, self.transport, self._buffers, share=share).item()
-        if self.transport != "full":
-            self._bases = {key: t.detach().clone() for key, t in self._floating().items()}
+        distance = mean_(self.local().values(), among, fine, self._buffers, share=share).item()
         distances = np.linalg.norm(self.replicas.gather([distance], step=step)[:, :, 0], axis=1)
         self._trainable = self._requiring_grad()
         return float(distances[healthy].max())
