@@ -74,12 +74,11 @@ class RoundRecord:
         held: whether base values held still in this round because ``max_rollbacks`` were spent.
         probes: loss of each replica on the probe; empty without one, or while no controller is acting.
         knobs: the knobs beside the learning rate, by name.
-        distance: largest Euclidean distance between a healthy replica's weights and their mean; NaN where the mean was
-            still on its way.
+        distance: largest Euclidean distance between a healthy replica's weights and their mean.
         converge_s: seconds this replica spent in the converge, waiting for others included.
         quarantined: replicas left out because their loss had exploded.
-        averaged: which mean was taken: of ``"all"`` replicas, or of the ``"node"``; ``"pull"``: that of all, which
-            elastic replicas are drawn towards; ``"none"``: replicas are equal, or the round was undone.
+        averaged: ``"all"``: replicas are at their mean; ``"pull"``: they are drawn towards it, as elastic replicas are;
+            ``"none"``: they are equal, or the round was undone.
         num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty in a
             run without a process group.
         phase: what the learning rates were doing: in the ``"climb"``, finding their ``"level"``, on ``"hold"`` for the

@@ -228,10 +228,6 @@ class Averaging(_Options):
             and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
             rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
             moment, and one rank's checkpoint is enough. ``"reset"`` clears it.
-        overlap: let the mean travel during the next step instead of waiting for it; it is applied one step late. Two
-            more copies of the weights meanwhile.
-        node_size: replicas of a node, consecutive ranks; with ``node_rounds``.
-        node_rounds: k: average within a node every round, and across nodes in every k-th only.
         slow_share: warn once when three converges in a row take more than this share of their rounds, and a second.
 
     Example:
@@ -242,29 +238,12 @@ class Averaging(_Options):
 
     outer: OuterStep | OuterKind = "mean"
     optimizer_state: StatePolicy = "keep"
-    overlap: bool = False
-    node_size: int | None = None
-    node_rounds: int = 1
     slow_share: float = 0.1
 
     def __post_init__(self) -> None:
-        outer = self.make_outer()
+        self.make_outer()
         require_one_of("optimizer_state", self.optimizer_state, "average", "keep", "reset")
-        require(is_flag(self.overlap), "overlap", "True or False", self.overlap)
-        fine = self.node_size is None or whole(self.node_size) >= 1
-        require(fine, "node_size", "None or an integer >= 1", self.node_size)
-        require(whole(self.node_rounds) >= 1, "node_rounds", "an integer >= 1", self.node_rounds)
         require(number(self.slow_share) > 0, "slow_share", "a finite number > 0", self.slow_share)
-        if self.node_rounds > 1 and self.node_size is None:
-            raise ValueError(f"node_rounds needs node_size, the replicas of a node, but got {self!r}")
-        late = "overlap" if self.overlap else "node_rounds" if self.node_rounds > 1 else None
-        if late and outer.kind != "mean":
-            raise ValueError(f'{late} needs outer="mean", which can be taken late, but got {outer!r}')
-        if late and self.optimizer_state == "average":
-            raise ValueError(
-                f'{late} saves communication, but optimizer_state="average" needs that of the optimizer\'s state at '
-                'once, in every round; use "keep" or "reset"'
-            )
 
     def make_outer(self) -> OuterStep:
         """An outer step for one run: it keeps copies of the weights, which two runs must not share."""

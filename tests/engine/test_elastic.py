@@ -256,10 +256,6 @@ def test_what_needs_one_place_is_refused() -> None:
     assert "leave out what spreads" in loss
     assert "leave out what spreads" in cycle
     assert "needs every replica to hold all parameters, but they are sharded: use outer=" in sharded
-    cases: list[dict[str, Any]] = [{"overlap": True}, {"node_size": 1, "node_rounds": 2}]
-    for late in cases:
-        with pytest.raises(ValueError, match='needs outer="mean", which can be taken late'):
-            Averaging(outer="elastic", **late)
     with pytest.raises(ValueError, match=r"pull of the outer step must be in \(0, 1\], but got pull=0"):
         OuterStep("elastic", pull=0)
 

@@ -26,7 +26,7 @@ def _production() -> ModuleType:
 
 
 def _curves(device: str, width: int) -> dict[str, list[float]]:
-    faces = ("gradient", "loss", "mean", "nesterov", "overlap")
+    faces = ("gradient", "loss", "mean", "nesterov")
     return {face: _production().memory_curve(face, device, ROUNDS, width) for face in faces}
 
 

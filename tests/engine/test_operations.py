@@ -1,4 +1,4 @@
-"""Faults and averaging: faulty replicas, steps without their gradient, means that are late or of a node alone."""
+"""Faults and averaging: faulty replicas, steps without their gradient, slow converges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 import hdet.engine.clock
 from hdet import AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR
-from hdet.launch import ReplicaError, launch
+from hdet.launch import launch
 from hdet.testing import Fault, Injector, assert_same_weights, collect_weights
 from options import grouped
 
@@ -35,10 +35,6 @@ T = 4
         ({"quarantine": 1.0}, "quarantine must be None or a finite number > 1, but got quarantine=1.0"),
         ({"quarantine": math.nan}, "quarantine must be None or a finite number > 1, but got quarantine=nan"),
         ({"skip_nonfinite": 1}, "skip_nonfinite must be True or False, but got skip_nonfinite=1"),
-        ({"overlap": "yes"}, "overlap must be True or False, but got overlap='yes'"),
-        ({"node_size": 0}, "node_size must be None or an integer >= 1, but got node_size=0"),
-        ({"node_rounds": 1.5, "node_size": 2}, "node_rounds must be an integer >= 1, but got node_rounds=1.5"),
-        ({"node_rounds": 2}, "node_rounds needs node_size, the replicas of a node"),
         ({"slow_share": 0}, "slow_share must be a finite number > 0, but got slow_share=0"),
     ],
 )
@@ -50,20 +46,6 @@ def test_bad_values_are_refused(options: dict[str, Any], text: str) -> None:
 def _model() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(3, 2)
-
-
-@pytest.mark.filterwarnings("ignore:Explorer compares replicas")
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"overlap": True, "outer": "nesterov"}, 'overlap needs outer="mean"'),
-        ({"node_size": 1, "node_rounds": 2, "outer": "weighted"}, 'node_rounds needs outer="mean"'),
-        ({"overlap": True, "optimizer_state": "average"}, "overlap saves communication"),
-    ],
-)
-def test_what_cannot_come_late_is_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Averaging(**options)
 
 
 @pytest.mark.parametrize("group", ["Adapt", "Copies", "Faults", "Averaging"])
@@ -381,226 +363,7 @@ def test_on_one_process_there_is_nobody_to_wait_for(monkeypatch: pytest.MonkeyPa
     assert scheduler.history[-1].converge_s > 0
 
 
-# -- overlap and nodes --------------------------------------------------------------------------------------------
-
-LR, STEPS = 0.05, 7 * T
-
-
-def _targets(step: int, num_replicas: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(step).normal(size=(num_replicas, 3))
-
-
-def _reference(num_replicas: int, *, overlap: bool, node_size: int, node_rounds: int) -> list[list[float]]:
-    """Local SGD on a quadratic; every T steps the mean: of a node or of all, now or a step late."""
-    theta, late, trace = np.zeros((num_replicas, 3)), None, []
-    for step in range(1, STEPS + 1):
-        theta = theta - LR * (theta - _targets(step, num_replicas))
-        if late is not None:
-            theta, late = theta + late, None
-        if step % T == 0:
-            index = step // T
-            wide = step in (T, STEPS) or index % node_rounds == 0
-            nodes = [slice(0, num_replicas)] if wide else [
-                slice(first, first + node_size) for first in range(0, num_replicas, node_size)
-            ]  # fmt: skip
-            mean = theta.copy()
-            for node in nodes:
-                mean[node] = theta[node].mean(axis=0)
-            if overlap and step not in (T, STEPS):
-                late = mean - theta
-            else:
-                theta = mean
-        trace.append(theta.copy())
-    return [row.tolist() for row in trace]
-
-
-def _late(averaging: dict[str, Any]) -> dict[str, Any]:
-    rank, count = dist.get_rank(), dist.get_world_size()
-    weights = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    model = nn.ParameterList([weights])
-    seen = torch.zeros((), dtype=torch.int64)
-    model.register_buffer("seen", seen)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    how = Averaging(**averaging)
-    scheduler = Explorer(model, optimizer, interval=T, gradients="local", total_steps=STEPS, averaging=how)
-    trace = []
-    for step in range(1, STEPS + 1):
-        weights.grad = weights.detach() - torch.from_numpy(_targets(step, count)[rank])
-        seen.add_(1)
-        optimizer.step()
-        scheduler.step(1.0)
-        trace.append(weights.tolist())
-    return {
-        "trace": trace,
-        "seen": int(seen),
-        "averaged": [record.averaged for record in scheduler.history],
-        "distances": [math.isnan(record.distance) for record in scheduler.history],
-    }
-
-
-LATE: list[tuple[int, dict[str, Any]]] = [
-    (2, {"overlap": True}),
-    (4, {"node_size": 2, "node_rounds": 2}),
-    (4, {"node_size": 2, "node_rounds": 3, "overlap": True}),
-    (4, {"node_size": 1, "node_rounds": 2}),
-]
-
-
-def _all_late() -> dict[int, dict[str, Any]]:
-    count = dist.get_world_size()
-    return {index: _late(averaging) for index, (num, averaging) in enumerate(LATE) if num == count}
-
-
-@pytest.fixture(scope="module")
-def late() -> dict[int, list[dict[int, dict[str, Any]]]]:
-    return {count: launch(_all_late, count) for count in (2, 4)}
-
-
-@pytest.mark.parametrize("index", range(len(LATE)))
-def test_late_and_partial_means_are_those_of_the_reference(
-    late: dict[int, list[dict[int, dict[str, Any]]]], index: int
-) -> None:
-    num_replicas, averaging = LATE[index]
-    reference = _reference(
-        num_replicas,
-        overlap=averaging.get("overlap", False),
-        node_size=averaging.get("node_size", num_replicas),
-        node_rounds=averaging.get("node_rounds", 1),
-    )
-    wide = [k in (1, 7) or k % averaging.get("node_rounds", 1) == 0 for k in range(1, 8)]
-    for rank, result in enumerate(found[index] for found in late[num_replicas]):
-        np.testing.assert_allclose(result["trace"], [rows[rank] for rows in reference], rtol=1e-12, atol=1e-14)
-        assert result["seen"] == STEPS
-        assert result["averaged"] == ["all" if w else "node" for w in wide]
-        assert result["distances"] == [False, *[averaging.get("overlap", False)] * 5, False]
-
-
-def _line(overlap: bool) -> dict[str, Any]:
-    """A loss that is linear in the weights: a step late or not, the same steps are taken from the same mean."""
-    out: dict[str, Any] = {}
-    rank = dist.get_rank()
-    for name in ("loss", "paper"):
-        weights = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        optimizer = torch.optim.SGD([weights], lr=0.1)
-        averaging = Averaging(overlap=overlap)
-        scheduler: AutoLR | OneCycleAutoLR
-        if name == "loss":
-            plain = ConstantLR(optimizer, 1.0)
-            scheduler = AutoLR(plain, signal="loss", interval=T, total_steps=STEPS, averaging=averaging)
-        else:
-            scheduler = OneCycleAutoLR(
-                optimizer, 0.1, STEPS, ensemble_lr_spread_ratio=0.2, model_sync_interval=T, cycle_momentum=False,
-                enable_auto_lr=True, auto_lr_warmup_steps=T, averaging=averaging,
-            )  # fmt: skip
-        trace = []
-        for step in range(1, STEPS + 1):
-            weights.grad = torch.tensor([1.0, -0.5, 0.1 * step], dtype=torch.float64)
-            optimizer.step()
-            if step == 3 * T + 2:
-                with scheduler.converged():
-                    trace.append(weights.tolist())
-            scheduler.step(1.0 + 0.01 * (rank - 0.5) * step)
-            if step % T != 0:
-                trace.append(weights.tolist())
-        out[name] = trace
-        out[f"{name}: end"] = weights.tolist()
-        out[f"{name}: scales"] = [record.scales for record in scheduler.history]
-    return out
-
-
-def test_on_a_line_a_late_mean_changes_nothing_a_step_later() -> None:
-    for late, at_once in zip(launch(_line, 2, True), launch(_line, 2, False), strict=True):
-        for name in ("loss", "paper"):
-            np.testing.assert_allclose(late[name], at_once[name], rtol=1e-12)
-            np.testing.assert_allclose(late[f"{name}: end"], at_once[f"{name}: end"], rtol=1e-12)
-            assert late[f"{name}: scales"] == at_once[f"{name}: scales"]
-
-
-def _late_faults() -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    options: dict[str, Any] = {"overlap": True, "node_size": 2, "node_rounds": 3}
-    run = _Run("local", faults=[Fault("nan_weights", 1, 3 * T)], steps=8 * T, **options).advance()
-    out["finite and repaired"] = all(bool(torch.isfinite(w).all()) for w in run.trace[3 * T :])
-    out["all meet for that"] = [r.averaged for r in run.scheduler.history][1:4] == ["node", "all", "node"]
-    assert_same_weights(_everyone(collect_weights(run.model)))
-
-    # A mean on its way is applied before weights are looked at, and forgotten when a state is loaded.
-    run = _Run("local", steps=8 * T, **options).advance(2 * T)
-    with run.scheduler.converged():
-        saved, state = run.flat(), run.scheduler.state_dict()
-        assert_same_weights(_everyone(collect_weights(run.model)))
-        model = {name: t.clone() for name, t in run.model.state_dict().items()}
-    run.advance(4 * T)
-    run.model.load_state_dict(model)
-    run.scheduler.load_state_dict(state)
-    out["loaded"] = torch.equal(run.flat(), saved)
-    run.step = 2 * T
-    run.advance(2 * T + 1)
-    out["nothing old arrives"] = bool((run.flat() - saved).abs().max() < 0.1)
-    run.scheduler.finish()
-    assert_same_weights(_everyone(collect_weights(run.model)))
-    return out
-
-
-def test_faults_and_checkpoints_while_a_mean_is_on_its_way() -> None:
-    for result in launch(_late_faults, 4):
-        assert all(result.values()), [name for name, ok in result.items() if not ok]
-
-
-def _undone_within_nodes(options: dict[str, Any], ends: bool = False) -> dict[str, Any]:
-    """A round that follows a mean of each node alone is broken: they go back to that, and are still apart."""
-    rank, count = dist.get_rank(), dist.get_world_size()
-    weights = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    model = nn.ParameterList([weights])
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    averaging = Averaging(node_size=2, **options)
-    scheduler = Explorer(
-        model, optimizer, interval=T, gradients="local", total_steps=4 * T if ends else STEPS, averaging=averaging,
-        faults=Faults(rollback=True),
-    )  # fmt: skip
-    for step in range(1, 4 * T + 1):
-        weights.grad = weights.detach() - torch.from_numpy(_targets(step, count)[rank])
-        optimizer.step()
-        scheduler.step(1.0 if step <= 3 * T else math.nan)
-    own, apart = weights.tolist(), scheduler.weights_apart
-    seen = own
-    if not ends:
-        with scheduler.converged():
-            seen = weights.tolist()
-    scheduler.finish()
-    averaged = [record.averaged for record in scheduler.history]
-    return {"own": own, "apart": apart, "seen": seen, "end": weights.tolist(), "averaged": averaged}
-
-
-@pytest.mark.filterwarnings("ignore:the round that ended")
-@pytest.mark.parametrize(
-    "options", [{"node_rounds": 6}, {"node_rounds": 3}, {"node_rounds": 6, "overlap": True}], ids=str
-)
-def test_nodes_that_go_back_are_apart_and_know_it(options: dict[str, Any]) -> None:
-    """To the copy before the last, of the second round, whatever the third has done."""
-    found = launch(_undone_within_nodes, 4, options)
-    third = "all" if options["node_rounds"] == 3 else "node"
-    assert found[0]["averaged"] == ["all", "node", third, "none"]
-    assert found[0]["own"] == found[1]["own"] != found[2]["own"] == found[3]["own"]
-    mean = np.mean([each["own"] for each in found], axis=0)
-    for each in found:
-        assert each["apart"]
-        np.testing.assert_allclose(each["seen"], mean, rtol=1e-12)
-        np.testing.assert_allclose(each["end"], mean, rtol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:the round that ended")
-def test_a_last_round_that_is_undone_within_nodes_ends_with_one_model() -> None:
-    found = launch(_undone_within_nodes, 4, {"node_rounds": 6}, True)
-    assert [each["end"] for each in found] == [found[0]["end"]] * 4
-    assert not any(each["apart"] for each in found)
-
-
-def _wrong_node() -> str:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    averaging = Averaging(node_size=3, node_rounds=2)
-    return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", averaging=averaging))
+# -- arguments that replicas cannot have together ------------------------------------------------------------------
 
 
 def _copies() -> str:
@@ -620,25 +383,13 @@ def test_an_optimizer_of_copies_is_refused() -> None:
 def _disagreeing() -> str:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    averaging = Averaging(overlap=dist.get_rank() == 1)
+    averaging = Averaging(slow_share=0.1 * (1 + dist.get_rank()))
     return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", averaging=averaging))
 
 
-def test_nodes_must_fit_and_ranks_agree() -> None:
-    text = "ValueError: node_size must divide the 2 replicas, but got node_size=3"
-    assert launch(_wrong_node, 2) == [text, text]
+def test_ranks_must_agree() -> None:
     for found in launch(_disagreeing, 2):
-        assert "overlap=False on replicas [0], True on replicas [1]" in found
-
-
-def _raises() -> None:
-    run = _Run("local", faults=[Fault("error", 1, 6)], overlap=True)
-    run.advance()
-
-
-def test_an_exception_while_a_mean_is_on_its_way_ends_the_run() -> None:
-    with pytest.raises(ReplicaError, match="injected into replica 1 in step 6"):
-        launch(_raises, 2, timeout_s=20)
+        assert "slow_share=0.1 on replicas [0], 0.2 on replicas [1]" in found
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

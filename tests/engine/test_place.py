@@ -14,7 +14,7 @@ def test_a_round_starts_at_the_mean_or_away_from_it() -> None:
     place.end_round(4, shared=True, last=False)
     assert [place.is_mean(step, placed=False) for step in (4, 5)] == [True, False]
     assert not place.is_mean(4, placed=True)
-    place.end_round(8, shared=False, last=False)  # a node's mean is not that of all
+    place.end_round(8, shared=False, last=False)  # elastic replicas are drawn towards it only
     assert not place.is_mean(8, placed=False)
     place.end_round(12, shared=True, last=True)
     assert place.is_mean(12, placed=True)
@@ -30,21 +30,6 @@ def test_a_mean_in_mid_round_lasts_until_the_round_ends() -> None:
     assert not place.left_at_mean
 
 
-def test_a_mean_in_flight_has_to_land_first() -> None:
-    place = Place(0)
-    place.depart()
-    assert place.needs_step
-    with pytest.raises(AssertionError, match=r"^"):
-        place.meet(5)
-    with pytest.raises(AssertionError, match=r"^"), place.set_aside():
-        pass
-    place.land()
-    assert not place.needs_step
-    assert place.where is Where.OWN
-    with pytest.raises(AssertionError, match=r"^"):
-        place.land()
-
-
 def test_what_is_set_aside_comes_back() -> None:
     place = Place(0)
     place.end_round(4, shared=True, last=False)
@@ -52,20 +37,19 @@ def test_what_is_set_aside_comes_back() -> None:
         place.meet(6)
         assert place.is_mean(6, placed=True)
         assert not place.left_at_mean  # a run that continues from here trains on from its own places
-        assert place.needs_step
+        assert place.is_set_aside
         for call in ("step()", "finish()"):
             with pytest.raises(RuntimeError, match=rf"{call[:-2]}\(\) must not be called inside `with converged\(\):`"):
                 place.refuse_inside(call)
         with pytest.raises(RuntimeError, match=r"step\(\) must not be called inside"):
             place.end_round(6, shared=True, last=False)
-    assert (place.mean_step, place.where, place.needs_step) == (4, Where.OWN, False)
+    assert (place.mean_step, place.where, place.is_set_aside) == (4, Where.OWN, False)
     place.refuse_inside("step()")
 
 
 def test_a_resumed_run_is_not_finished() -> None:
     place = Place(0)
     place.finished = True
-    place.depart()
     place.resume(9, at_mean=True)
     assert not place.finished
     assert place.is_mean(9, placed=True)

@@ -28,8 +28,6 @@ from hdet.replicas.find import find_replicas
 from hdet.replicas.sharding import local_tensor
 from native import FACES, TOTAL_STEPS, Run, alike, batch, error, everyone, net, paper
 
-LATE = ("paper, late", "loss, late")
-"""With a mean that comes a step late, or from the node."""
 SAVED_AT = 6  # in the middle of the second round of three
 LATER = 9  # in the third
 FOREACH = functools.partial(torch.optim.Adam, foreach=True)  # sooner done with sharded tensors
@@ -70,11 +68,8 @@ def _setting() -> _Setting:
 def _equal() -> dict[str, Any]:
     setting = _setting()
     out: dict[str, Any] = {}
-    late = {"overlap": True, "node_size": 1, "node_rounds": 2}
-    runs: dict[str, dict[str, Any]] = {name: {} for name in FACES} | dict.fromkeys(LATE, late)
-    for name, options in runs.items():
-        face = name.removesuffix(", late")
-        mine, whole = setting.hsdp(face, **options), setting.ddp(face, **options)
+    for name in FACES:
+        mine, whole = setting.hsdp(name), setting.ddp(name)
         out[name] = {
             "hsdp": (mine.advance(TOTAL_STEPS), mine.told()),
             "ddp": (whole.advance(TOTAL_STEPS), whole.told()),
@@ -309,7 +304,7 @@ def _check_told(got: list[Any], want: list[Any]) -> None:
         assert_allclose(np.mean(losses), np.mean(other_losses), rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", [*FACES, *LATE])
+@pytest.mark.parametrize("name", FACES)
 def test_two_replicas_of_two_shards_train_as_two_whole_ones(found: Found, name: str) -> None:
     for result in found:
         hsdp, ddp = result["equal"][name]["hsdp"], result["equal"][name]["ddp"]

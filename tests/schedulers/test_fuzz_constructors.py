@@ -292,9 +292,9 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         lambda s, **a: lambda: s.explore(averaging=Averaging(**a)),
         {
             "outer": ["mean", "weighted", "nesterov"], "optimizer_state": ["keep", "average", "reset"],
-            "overlap": FLAG, "node_size": [None, 1], "node_rounds": [1], "slow_share": [0.1],
+            "slow_share": [0.1],
         },
-        "node_rounds",
+        "",
     ),
     "EvidenceController": (
         lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, adapt=_acting(EvidenceController(**a)))(),

@@ -237,7 +237,6 @@ DILOCO: dict[str, Any] = {"outer": "nesterov", "gradients": "local", "knobs": [k
 REPLICAS: dict[str, Callable[[], Callable[[nn.Module, Optimizer], Any]]] = {
     "gradient": lambda: _auto("cosine"),
     "loss": lambda: _auto("cosine", signal="loss"),
-    "overlap": lambda: _auto("cosine", signal="loss", overlap=True),
     "paper": lambda: _cycle(enable_auto_lr=True, auto_lr_warmup_steps=0),
     "knobs": lambda: _auto("cosine", groups="each", signal="loss", knobs=[knobs.Momentum()]),
     "explorer": lambda: _explorer(),
@@ -302,7 +301,7 @@ def test_on_two_processes_with_ddp(replicas: list[dict[str, Any]], name: str) ->
     assert one["joined"] == two["joined"]
     assert str(one["history"]) == str(two["history"])
     assert len(one["history"][-1]["base_values"]) == 2
-    if name in ("gradient", "loss", "overlap", "diloco"):  # one scale: a tenth all along, on every replica
+    if name in ("gradient", "loss", "diloco"):  # one scale: a tenth all along, on every replica
         for found in (one, two):
             assert [rates[1] / rates[0] for rates in found["lrs"][JOIN:]] == pytest.approx([0.1] * 8, rel=1e-3)
 

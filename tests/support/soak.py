@@ -169,7 +169,6 @@ def _judge_simulation(scenario: Scenario, weights: dict[str, Tensor]) -> bool:
     )
     whole = len(faulty) + sum(fault.kind == "slow" for fault in scenario.faults) == len(scenario.faults) or not faulty
     plain = scenario.face == "local sgd" and not scenario.adam and scenario.resume_at % INTERVAL == 0
-    plain = plain and not scenario.averaging.overlap and scenario.averaging.node_rounds == 1
     left_out = {
         f.replica: f.step for f in scenario.faults if f.kind == "nan_gradient" and scenario.handling.skip_nonfinite
     }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Adapt, AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Explorer, Faults, OneCycleAutoLR
 from hdet.knobs import LearningRate
 from hdet.testing import Fault, Injector, collect_weights
 
@@ -44,12 +44,10 @@ KINDS: dict[str, Any] = {
     "kill and restart": "kill",
 }
 OPTIONS = {
-    "plain": (Faults(), Averaging()),
-    "quarantine": (Faults(quarantine=20), Averaging()),
-    "skip": (Faults(skip_nonfinite=True), Averaging()),
-    "late": (Faults(), Averaging(overlap=True)),
-    "nodes": (Faults(), Averaging(node_size=2, node_rounds=2)),
-    "all": (Faults(quarantine=20, skip_nonfinite=True), Averaging(overlap=True)),
+    "plain": Faults(),
+    "quarantine": Faults(quarantine=20),
+    "skip": Faults(skip_nonfinite=True),
+    "all": Faults(quarantine=20, skip_nonfinite=True),
 }
 
 
@@ -70,16 +68,12 @@ class Scenario:
 
     @property
     def handling(self) -> Faults:
-        return OPTIONS[self.options][0]
-
-    @property
-    def averaging(self) -> Averaging:
-        return OPTIONS[self.options][1]
+        return OPTIONS[self.options]
 
     @property
     def exact(self) -> bool:
         """Whether a resumed run repeats every bit; otherwise weights are computed from a mean that was rounded."""
-        return self.face in ("paper", "gradient", "local sgd") and not self.averaging.overlap
+        return self.face in ("paper", "gradient", "local sgd")
 
     @property
     def repeatable(self) -> bool:
@@ -88,8 +82,7 @@ class Scenario:
         A checkpoint where replicas are apart puts them at their mean; of local gradients it has one optimizer's state.
         """
         own_state = self.adam and self.gradients == "local"
-        at_mean = self.resume_at % (INTERVAL * self.averaging.node_rounds) == 0 and not self.averaging.overlap
-        return not self.resume_at or (at_mean and not own_state)
+        return not self.resume_at or (self.resume_at % INTERVAL == 0 and not own_state)
 
 
 def draw(seed: int, index: int) -> Scenario:
@@ -118,8 +111,7 @@ def draw(seed: int, index: int) -> Scenario:
         faults = [Fault("kill", faults[0].replica, min(NUM_STEPS, resume_at + int(rng.integers(1, INTERVAL + 1))))]
     if story == "resume on another number":
         then_on = int(rng.choice([n for n in (1, 2, 3, 4) if n != num_replicas]))
-    choices = [name for name in OPTIONS if name != "nodes" or (num_replicas == 4 and not then_on)]
-    options = "plain" if rng.integers(2) else str(rng.choice(choices))
+    options = "plain" if rng.integers(2) else str(rng.choice(list(OPTIONS)))
     return Scenario(index, story, num_replicas, gradients, face, adam, tuple(faults), resume_at, then_on, options)
 
 
@@ -162,8 +154,7 @@ class Training:
 
     def _scheduler(self) -> Any:
         s, optimizer = self.scenario, self.optimizer
-        options: dict[str, Any] = {"gradients": s.gradients, "seed": s.seed}
-        options |= {"faults": s.handling, "averaging": s.averaging}
+        options: dict[str, Any] = {"gradients": s.gradients, "seed": s.seed, "faults": s.handling}
         if s.face == "paper":
             options |= {"ensemble_lr_spread_ratio": 0.3, "model_sync_interval": INTERVAL, "enable_auto_lr": True}
             options |= {"auto_lr_warmup_steps": 0, "loss_scale": 0.1, "cycle_momentum": False}

@@ -251,6 +251,6 @@ def test_a_fallback_may_keep_every_other_round_only() -> None:
     for value in (1.0, 2.0, 3.0, 4.0, 5.0):
         with torch.no_grad():
             p.fill_(value)
-        fallback.keep(weights, optimizer, shared=True)
+        fallback.keep(weights, optimizer)
     fallback.restore(weights, optimizer)
     assert p.tolist() == [2.0, 2.0]  # the copies are those of 2 and 4; the one before the last is proven

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from hdet.checks import BoolArray, FloatArray
 from hdet.engine.place import Place
 from hdet.engine.rollback import Fallback, Start
 from hdet.policy.verdict import Verdict
-from hdet.replicas.average import Flight, is_healthy
+from hdet.replicas.average import is_healthy
 from hdet.replicas.parameters import shape_digest
 from hdet.weights.anchor import Anchor
 from hdet.weights.averaged import Weights
@@ -38,8 +37,6 @@ class Averager:
         optimizer_state: what becomes of the optimizers' state.
         fallback: what undone rounds, or a climb, go back to.
         undoes: whether there is anything to undo.
-        overlap: let a mean travel during the next step.
-        node_size, node_rounds: average among so many replicas, and among all in every so many rounds only.
         step: optimizer steps already taken.
     """
 
@@ -56,9 +53,6 @@ class Averager:
         optimizer_state: StatePolicy = "keep",
         fallback: Fallback | None = None,
         undoes: bool = True,
-        overlap: bool = False,
-        node_size: int | None = None,
-        node_rounds: int = 1,
         step: int = 0,
     ) -> None:
         self.optimizer = optimizer
@@ -72,14 +66,6 @@ class Averager:
         self.optimizer_state: StatePolicy = optimizer_state
         self._fallback = fallback
         self.fallback = fallback if undoes else None
-        self.overlap = overlap
-        self.node_rounds = node_rounds
-        self._node = None
-        if apart and node_rounds > 1:
-            assert node_size is not None
-            self._node = self.replicas.node(node_size)
-        self._flight: Flight | None = None
-        self._keeps = True
         self.place = Place(step)
         if apart:  # replicas may have started apart
             for copies in self._shared_copies():
@@ -143,15 +129,12 @@ class Averager:
     def end_round(self, step: int, verdict: Verdict, rho: Sequence[float], *, last: bool) -> tuple[float, str]:
         """Send the weights where the verdict says; ``rho``: each param group's multiplier in the next round.
 
-        Returns the largest distance of a replica from the mean, and whose mean was taken.
+        Returns the largest distance of a replica from the mean, and which mean was taken.
         """
         distance, averaged, healthy = 0.0, "none", verdict.healthy
         if verdict.go_back:
             assert self.fallback is not None
-            shared = self.fallback.restore(self.weights, self.optimizer)
-            if last and not shared:  # nodes were apart
-                self.weights.average(np.ones(self.replicas.count, dtype=bool), step=step)
-                shared = True
+            self.fallback.restore(self.weights, self.optimizer)
             if not verdict.undoes:  # there was a climb to undo, and it is over
                 self.fallback.snapshot.forget()
                 self.fallback = None
@@ -161,16 +144,11 @@ class Averager:
                 self._repair_state(step, healthy, verdict.quarantined)
             if self.apart:
                 distance, averaged = self._average(step, verdict, last=last)
-                if self._flight is not None:
-                    self._keeps = verdict.keep
-                    self.place.depart()
-                    return distance, averaged
             elif not healthy.all():
                 self.weights.repair(self.weights.local().values(), healthy, alike=True)
-            shared = averaged == "all"
-            if verdict.keep:
-                self._keep(shared=shared)
-        self.place.end_round(step, shared=shared, last=last)
+            if verdict.keep and self.fallback is not None:
+                self.fallback.keep(self.weights, self.optimizer)
+        self.place.end_round(step, shared=verdict.go_back or averaged == "all", last=last)
         if verdict.new_anchor:
             assert self.anchor is not None
             self.anchor.renew(self.weights.anchored())
@@ -182,23 +160,15 @@ class Averager:
         return distance, averaged
 
     def _average(self, step: int, verdict: Verdict, *, last: bool) -> tuple[float, str]:
-        """Eq. 3 and the outer step; or a mean that travels, :attr:`_flight`."""
+        """Eq. 3 and the outer step."""
         healthy = verdict.healthy
-        begun = all(copies.differ_from is None for copies in self._shared_copies())
-        elastic = self.outer.kind == "elastic"
-        at_once = last or verdict.new_anchor or not (begun or elastic) or not healthy.all()
-        wide = at_once or (verdict.index + 1) % self.node_rounds == 0
-        node, averaged = (None, "all") if wide else (self._node, "node")
-        if self.overlap and not at_once:
-            self._flight = self.weights.depart(node)
-            return math.nan, averaged
         # Who is fittest is luck where all had the same values.
         differ = self.outer.kind != "fittest" or bool(np.ptp(verdict.multipliers, axis=1).any())
         shares = self.outer.shares(verdict.losses, healthy) if differ else None
         share = 1.0 if shares is None else float(shares[self.replicas.index])
-        pulled = elastic and not at_once
+        pulled = self.outer.kind == "elastic" and not (last or verdict.new_anchor) and bool(healthy.all())
         own = [p.detach().clone() for p in self.weights.anchored()] if pulled else []
-        distance = self.weights.average(healthy, step=step, share=share, node=node)
+        distance = self.weights.average(healthy, step=step, share=share)
         if self.optimizer_state == "average":
             self.weights.average_also(
                 state_tensors(self.optimizer), healthy, share=share if self.outer.kind == "fittest" else 1.0
@@ -210,7 +180,7 @@ class Averager:
             self.outer.pull_(self.weights.anchored(), own, self.replicas.count)
             return distance, "pull"
         self.outer.apply_(self.weights.anchored())
-        return distance, averaged
+        return distance, "all"
 
     def _repair_state(self, step: int, healthy: BoolArray, exploded: BoolArray) -> None:
         """Give replicas that are left out the optimizer state of the others, where theirs would break them again."""
@@ -234,32 +204,12 @@ class Averager:
             self.weights.average_also(copies.copies[copies.differ_from :], everyone)
             copies.differ_from = None
 
-    def _keep(self, *, shared: bool) -> None:
-        if self.fallback is not None:
-            self.fallback.keep(self.weights, self.optimizer, shared=shared or not self.apart)
-
     def spread_out(self, rho: Sequence[float]) -> None:
         """Eq. 11: from the centre to this replica's place on the line, by each param group's multiplier."""
         if self.on_line:
             assert self.anchor is not None
             groups = zip(self.optimizer.param_groups, rho, strict=True)
             self.anchor.place_(self.weights.anchored(), [each for group, each in groups for _ in group["params"]])
-
-    # -- a mean on its way --------------------------------------------------------------------------------------
-
-    def land(self, rho: Sequence[float]) -> None:
-        """Apply the mean that has been on its way. Not a collective: nobody has to take part."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
-
-        def settle() -> None:
-            if self._keeps:
-                self._keep(shared=flight.count == self.replicas.count)
-            self.spread_out(rho)
-
-        self.weights.reshard()
-        flight.land(settle)
-        self.place.land()
 
     # -- a mean in mid-round ------------------------------------------------------------------------------------
 
@@ -315,9 +265,6 @@ class Averager:
         # A checkpoint is one model: what follows need not bring replicas together first.
         if not self.outer.keeps_centre or self.outer.centre.copies:
             self.outer.centre.differ_from = None
-        if self._flight is not None:
-            self._flight.abandon()
-            self._flight = None
         self.place.resume(step, at_mean=bool(state["left_at_mean"]))
         if climbing:
             self.fallback = self._fallback

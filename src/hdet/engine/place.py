@@ -12,14 +12,13 @@ class Where(Enum):
 
     OWN = "each replica has its own: where a round has started from, or led to"
     MEAN = "all were left at the mean"
-    FLIGHT = "each has its own, and a mean of theirs is on its way"
 
 
 class Place:
     """Where the weights are, when they last were the mean of all replicas, and what may be done there.
 
-    A round ends with :meth:`end_round`, or with :meth:`depart`, after which the mean has to :meth:`land`. :meth:`meet`
-    is a mean in the middle of a round; within :meth:`set_aside` it lasts for a block.
+    A round ends with :meth:`end_round`. :meth:`meet` is a mean in the middle of a round; within :meth:`set_aside` it
+    lasts for a block.
 
     Args:
         step: optimizer steps taken; all replicas start from the same weights.
@@ -32,18 +31,9 @@ class Place:
         self.finished = False
 
     @property
-    def in_flight(self) -> bool:
-        return self.where is Where.FLIGHT
-
-    @property
     def has_own(self) -> bool:
         """Whether the weights at hand are this replica's own."""
         return self.where is Where.OWN and not self.is_set_aside
-
-    @property
-    def needs_step(self) -> bool:
-        """Whether a step in mid-round has something to do: raise, or let a mean land."""
-        return self.is_set_aside or self.in_flight
 
     @property
     def left_at_mean(self) -> bool:
@@ -66,26 +56,14 @@ class Place:
             self.mean_step = step
         self.where = Where.MEAN if last else Where.OWN
 
-    def depart(self) -> None:
-        """A mean is on its way."""
-        self.refuse_inside("step()")
-        self.where = Where.FLIGHT
-
-    def land(self) -> None:
-        """It has come, or was dropped."""
-        assert self.in_flight
-        self.where = Where.OWN
-
     def meet(self, step: int) -> None:
         """All are at their mean, in the middle of a round, and stay there."""
-        assert not self.in_flight
         self.mean_step, self.where = step, Where.MEAN
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """A block with other weights in place of these."""
         assert not self.is_set_aside
-        assert not self.in_flight
         before = self.mean_step, self.where
         self.is_set_aside = True
         try:

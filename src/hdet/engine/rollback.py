@@ -68,21 +68,17 @@ class Fallback:
         self._told_of_steps = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         self.snapshot.settle()
 
-    def keep(self, weights: Weights, optimizer: Optimizer, *, shared: bool) -> None:
-        """Go back to the present from now on, which all have in common where ``shared``.
-
-        Its copy may be made beside steps that this is told of.
-        """
+    def keep(self, weights: Weights, optimizer: Optimizer) -> None:
+        """Go back to the present from now on. Its copy may be made beside steps that this is told of."""
         self._num_rounds += 1
         if self._num_rounds % self.every:
             return
-        self.snapshot.take(weights.kept(), optimizer, beside=self._told_of_steps, shared=shared)
+        self.snapshot.take(weights.kept(), optimizer, beside=self._told_of_steps)
         self._told_of_steps = False
 
-    def restore(self, weights: Weights, optimizer: Optimizer) -> bool:
-        """Go back. Whether all replicas are at the same place then."""
+    def restore(self, weights: Weights, optimizer: Optimizer) -> None:
+        """Go back."""
         self.snapshot.restore(weights.kept(), optimizer)
-        return self.snapshot.is_shared
 
     def add(self, weights: Weights) -> None:
         """Parameters that join in mid-run go back to where they are now."""

@@ -25,7 +25,6 @@ from hdet.checks import FloatArray
 from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
 from hdet.engine.journal import Journal
-from hdet.engine.place import Where
 from hdet.engine.rehearsal import is_rehearsal, refuse_capture
 from hdet.engine.state import refuse_copy
 from hdet.engine.tally import Tally
@@ -37,8 +36,6 @@ from hdet.replicas.agreement import Note, Table, compare_notes
 from hdet.signals.base import Signal, merged
 from hdet.signals.gradient import drop_nonfinite
 from hdet.signals.loss import Loss
-
-FLIGHT = Where.FLIGHT
 
 
 class RoundLoop:
@@ -101,7 +98,6 @@ class RoundLoop:
             for signal in self.signals:
                 signal.add_group(knob)
         self.averager.add([p for group in joined for p in group["params"]])
-        self.land()  # a mean on its way has no part of theirs
 
     def follow(self, share: float) -> None:
         """The schedule of the next param group that it does not know is ``share`` of the first one's."""
@@ -137,14 +133,9 @@ class RoundLoop:
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` may have to do anything in a step that is not the last; the cheap half of it."""
-        policy, place = self.policy, self.place
+        policy = self.policy
         climb = policy.climb
-        return (
-            step % policy.interval == 0
-            or (climb is not None and climb.ending is None)
-            or place.is_set_aside
-            or place.where is FLIGHT
-        )
+        return step % policy.interval == 0 or (climb is not None and climb.ending is None) or self.place.is_set_aside
 
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
@@ -155,7 +146,6 @@ class RoundLoop:
             last: whether training ends here, so that the round ends too, full or not.
         """
         self.place.refuse_inside("step()")
-        self.land()
         if not self.active or not self.policy.is_due(step, last=last):
             return False
         with self.replicas.telling_others(step):
@@ -251,12 +241,6 @@ class RoundLoop:
 
     # -- a mean in mid-round ------------------------------------------------------------------------------------
 
-    def land(self) -> None:
-        """Apply a mean that has been on its way, if there is one."""
-        if self.place.in_flight:
-            self.averager.land(self.values.multipliers())
-            self.values.write_knobs()  # one that is a buffer was averaged too
-
     def converge(self, step: int) -> None:
         """Eq. 3 now, in the middle of a round: the round, its signal and its multipliers go on."""
         with self.lock:
@@ -265,7 +249,6 @@ class RoundLoop:
             self._converge(step)
 
     def _converge(self, step: int) -> None:
-        self.land()
         with self.replicas.telling_others(step):
             finite = self._meet(step, losses_required=False, asked=True).finite
             if self.apart:
@@ -288,7 +271,6 @@ class RoundLoop:
             self.converge(step)  # weights are equal already; what the round has shown so far is shared for saving
             yield
             return
-        self.land()
         with self.averager.set_aside():
             with self.lock:
                 self._converge(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,52 +108,6 @@ def mean_(
     if not squares:
         return torch.zeros(())
     return torch.stack([s.double().cpu() if s.device.type == "mps" else s.double() for s in squares]).sum().sqrt()
-
-
-class Flight:
-    """A mean on its way (Eq. 3) while training goes on. Takes two copies of the tensors until it lands.
-
-    Args:
-        tensors: as in :func:`mean_`.
-        replicas: who takes part; all of them healthy.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor], replicas: Replicas) -> None:
-        self._tensors = [memory_view(t) for t in tensors if t.numel()]
-        self._own = [t.clone() for t in self._tensors]
-        self.count = replicas.count
-        self._buckets: list[_Bucket] = []
-        for pieces, own in zip(buckets(self._tensors), buckets(self._own), strict=True):
-            device, dtype = _kind(pieces[0])
-            flat = torch.empty(sum(p.numel() for p in pieces), dtype=dtype, device=device)
-            views = _views(flat, pieces)
-            _pack(own, views, flat)
-            self._buckets.append(_Bucket(flat, pieces, views, _all_reduce(flat, replicas)))
-
-    @torch.no_grad()
-    def land(self, settle: Callable[[], None]) -> None:
-        """Wait for the mean; then each tensor is where ``settle`` leaves the mean, plus what it has been trained since.
-
-        ``settle`` is called with the tensors at the mean. Nobody waits for other replicas' later steps.
-        """
-        moving = [(t, own) for t, own in zip(self._tensors, self._own, strict=True) if t.dtype != torch.bool]
-        for tensor, own in moving:
-            torch.sub(tensor, own, out=own)
-        for bucket in self._buckets:
-            bucket.work.wait()
-            for piece, total in zip(bucket.pieces, bucket.views, strict=True):
-                if piece.is_floating_point():
-                    torch.div(total, self.count, out=piece)
-                else:
-                    piece.copy_(total)
-        settle()
-        for tensor, trained in moving:
-            tensor.add_(trained)
-
-    def abandon(self) -> None:
-        """Wait for the mean and forget it: its memory must not be freed under a collective."""
-        for bucket in self._buckets:
-            bucket.work.wait()
 
 
 def _views(flat: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:

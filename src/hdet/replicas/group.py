@@ -43,15 +43,6 @@ class Replicas:
         self._lost = False
         self._step = 0
 
-    def node(self, size: int) -> Replicas:
-        """Those on this one's node: ``size`` consecutive replicas. A collective of the node."""
-        if self.count % size:
-            raise ValueError(f"node_size must divide the {self.count} replicas, but got node_size={size}")
-        assert self.group is not None
-        ranks = dist.get_process_group_ranks(self.group)
-        first = self.index // size * size
-        return Replicas(dist.new_group(ranks[first : first + size], use_local_synchronization=True), self.parts)
-
     def agree(self, facts: Mapping[str, Any], *, wait: bool = True) -> None:
         """Raise on every replica when replicas disagree about ``facts``. No collective, no weights touched.
 

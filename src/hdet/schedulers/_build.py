@@ -134,9 +134,6 @@ def make_loop(
         optimizer_state=averaging.optimizer_state,
         fallback=_make_fallback(common),
         undoes=undoes or climb is not None,
-        overlap=averaging.overlap,
-        node_size=averaging.node_size,
-        node_rounds=averaging.node_rounds,
         step=step,
     )
     values = Values(

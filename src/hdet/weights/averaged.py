@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.checks import BoolArray
-from hdet.replicas.average import Buffers, Flight, is_healthy, mean_, memory_view
+from hdet.replicas.average import Buffers, is_healthy, mean_, memory_view
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import buffers_beside, shape_digest, trained_parameters
 from hdet.replicas.sharding import local_tensor
@@ -122,22 +122,13 @@ class Weights:
         """Of whole parameters: the shards of one need not be of equal size."""
         return shape_digest(self.averaged())
 
-    def average(self, healthy: BoolArray, *, step: int, share: float = 1.0, node: Replicas | None = None) -> float:
-        """Eq. 3. Returns the largest distance of a healthy replica from its mean.
-
-        ``share``: what this replica counts. ``node``: take the mean among these alone, all of them healthy.
-        """
-        among, fine = (self.replicas, healthy.tolist()) if node is None else (node, [True] * node.count)
-        distance = mean_(self.local().values(), among, fine, self._buffers, share=share).item()
+    def average(self, healthy: BoolArray, *, step: int, share: float = 1.0) -> float:
+        """Eq. 3. Returns the largest distance of a healthy replica from the mean; ``share``: what this one counts."""
+        tensors = self.local().values()
+        distance = mean_(tensors, self.replicas, healthy.tolist(), self._buffers, share=share).item()
         distances = np.linalg.norm(self.replicas.gather([distance], step=step)[:, :, 0], axis=1)
         self._trainable = self._requiring_grad()
         return float(distances[healthy].max())
-
-    def depart(self, node: Replicas | None = None) -> Flight:
-        """Eq. 3, to be applied later; all replicas are healthy."""
-        tensors = self.local().values()
-        self._trainable = self._requiring_grad()
-        return Flight(tensors, node or self.replicas)
 
     def average_also(self, tensors: list[Tensor], healthy: BoolArray, *, share: float = 1.0) -> None:
         """The mean of other tensors, such as an optimizer's state."""

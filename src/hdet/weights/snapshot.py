@@ -58,12 +58,6 @@ class Snapshot:
         found = self._proven or self._last
         return None if found is None else (found.tensors, found.whole_state())
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether what :meth:`restore` would bring back is the same on all replicas."""
-        found = self._proven or self._last
-        return found is None or found.shared
-
     @torch.no_grad()
     def fill(self, tensors: Mapping[int, Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
         """Hold copies of these, as if they had been taken."""
@@ -81,7 +75,7 @@ class Snapshot:
         self._aside.settle()
 
     @torch.no_grad()
-    def take(self, tensors: Tensors, optimizer: Optimizer, *, beside: bool = False, shared: bool = True) -> None:
+    def take(self, tensors: Tensors, optimizer: Optimizer, *, beside: bool = False) -> None:
         """Copy the present; what was the last copy before is proven now, and the oldest is overwritten.
 
         Args:
@@ -89,7 +83,6 @@ class Snapshot:
             optimizer: its state is copied too.
             beside: copy the state from CUDA devices to the host beside what they do next, up to :meth:`settle`. Never
                 the tensors: others than the optimizer write them, e.g. whoever swaps averaged weights in to evaluate.
-            shared: whether all replicas are copying the same.
         """
         self.settle()
         reused, self._proven = self._proven, self._last or self._proven
@@ -102,7 +95,7 @@ class Snapshot:
                 index: {name: self._kept(old.state.get(index, {}).get(name), value) for name, value in values.items()}
                 for index, values in live.items()
             }
-        self._last = _Copy(kept, state, homes, shared)
+        self._last = _Copy(kept, state, homes)
 
     def add(self, tensors: Mapping[int, Tensor]) -> None:
         """Put what the copies do not hold yet into them, as it is now: parameters that join in mid-run."""
@@ -164,7 +157,6 @@ class _Copy(NamedTuple):
     tensors: dict[int, Tensor]
     state: dict[int, dict[str, Any]]
     homes: dict[tuple[int, str], _Home]
-    shared: bool = True
 
     def whole_state(self) -> dict[int, dict[str, Any]]:
         """The optimizer's state as it was, on its device and mesh."""
