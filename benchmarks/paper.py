@@ -278,7 +278,7 @@ def means(bench: Bench) -> list[Row]:
 CLAIMS: dict[str, Callable[[Bench], list[Row]]] = {
     each.__name__: each for each in (nine, warm, mean, flat, groups, residual, permutations, means)
 }
-RULES = ("mean", "mean spread", "weighted", "elastic", "nesterov:0.7,0.9", "nesterov:0.7,0.9 spread")
+RULES = ("mean", "mean spread", "elastic", "nesterov:0.7,0.9", "nesterov:0.7,0.9 spread")
 
 
 def compact(value: Any) -> Any:

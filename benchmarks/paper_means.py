@@ -26,7 +26,7 @@ def ring_bytes(num_replicas: int, num_values: float) -> float:
 
 
 class Outer:
-    """The product's own outer steps: ``mean``, ``weighted``, ``nesterov``."""
+    """The product's own outer steps: ``mean``, ``fittest``, ``nesterov``."""
 
     def __init__(self, step: OuterStep, start: Tensor) -> None:
         self.step, self.centre, self.bytes_sent = step, start[0].clone(), 0.0

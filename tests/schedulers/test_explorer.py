@@ -228,7 +228,7 @@ def _fine(result: Any) -> Any:
 
 ENDS: dict[str, dict[str, Any]] = {
     "local": {"gradients": "local"},
-    "local, weighted": {"gradients": "local", "outer": "weighted"},
+    "local, fittest": {"gradients": "local", "outer": "fittest"},
     "local, nesterov": {"gradients": "local", "outer": "nesterov"},
     "shared": {"names": ("temperature", "momentum"), "probe": False},
     "with learning rate": {"names": ("learning_rate", "weight_decay", "temperature"), "gradients": "shared"},
@@ -422,7 +422,7 @@ EAGER: dict[str, Any] = {"controller": JointController(doubt=0.0)}
 RESUMES: dict[str, tuple[dict[str, Any], int]] = {
     "local, average": ({**EAGER, "gradients": "local", "optimizer_state": "average"}, 8),
     "local, reset": ({**EAGER, "gradients": "local", "optimizer_state": "reset", "outer": "nesterov"}, 12),
-    "local, weighted": ({**EAGER, "gradients": "local", "optimizer_state": "average", "outer": "weighted"}, 4),
+    "local, fittest": ({**EAGER, "gradients": "local", "optimizer_state": "average", "outer": "fittest"}, 4),
     "local, nesterov": ({**EAGER, "gradients": "local", "optimizer_state": "average", "outer": "nesterov"}, 8),
     "local, no knobs": ({"names": (), "probe": False, "gradients": "local", "adam": False}, 8),
     "before the first step": ({**EAGER, "gradients": "local", "optimizer_state": "average"}, 0),
@@ -948,8 +948,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "outer": (
         _explore(knobs.Epsilon(), outer="median"),
-        'ValueError: outer must be one of "mean", "weighted", "fittest", "nesterov", "elastic", but got '
-        "outer='median'",
+        'ValueError: outer must be one of "mean", "fittest", "nesterov", "elastic", but got outer=\'median\'',
     ),
     "optimizer_state": (
         _explore(knobs.Epsilon(), optimizer_state="drop"),

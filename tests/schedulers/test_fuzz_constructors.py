@@ -242,7 +242,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
     ),
     "OuterStep": (
         lambda s, **a: lambda: s.explore(averaging=Averaging(outer=OuterStep(**a))),
-        {"kind": ["mean", "weighted", "nesterov"], "lr": [0.7, 1.0], "momentum": UNIT},
+        {"kind": ["mean", "fittest", "nesterov"], "lr": [0.7, 1.0], "momentum": UNIT},
         "outer",
     ),
     "Adapt": (
@@ -291,7 +291,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
     "Averaging": (
         lambda s, **a: lambda: s.explore(averaging=Averaging(**a)),
         {
-            "outer": ["mean", "weighted", "nesterov"], "optimizer_state": ["keep", "average", "reset"],
+            "outer": ["mean", "fittest", "nesterov"], "optimizer_state": ["keep", "average", "reset"],
             "slow_share": [0.1],
         },
         "",

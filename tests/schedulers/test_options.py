@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "start of the paper": (_cycle, {"start_steps": 3}, "starts after auto_lr_warmup_steps; got start_steps=3"),
     "outer with a schedule": (_auto, {"outer": "nesterov"}, 'pass gradients="local"; got outer=\'nesterov\''),
     "state with a schedule": (_auto, {"optimizer_state": "average"}, "optimizer_state must be left out: with"),
-    "outer of the paper": (_cycle, {"outer": "weighted"}, "outer must be left out: with a schedule it needs replicas"),
+    "outer of the paper": (_cycle, {"outer": "fittest"}, "outer must be left out: with a schedule it needs replicas"),
 }  # fmt: skip
 
 

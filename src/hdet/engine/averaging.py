@@ -163,16 +163,14 @@ class Averager:
         """Eq. 3 and the outer step."""
         healthy = verdict.healthy
         # Who is fittest is luck where all had the same values.
-        differ = self.outer.kind != "fittest" or bool(np.ptp(verdict.multipliers, axis=1).any())
+        differ = self.outer.kind == "fittest" and bool(np.ptp(verdict.multipliers, axis=1).any())
         shares = self.outer.shares(verdict.losses, healthy) if differ else None
         share = 1.0 if shares is None else float(shares[self.replicas.index])
         pulled = self.outer.kind == "elastic" and not (last or verdict.new_anchor) and bool(healthy.all())
         own = [p.detach().clone() for p in self.weights.anchored()] if pulled else []
         distance = self.weights.average(healthy, step=step, share=share)
         if self.optimizer_state == "average":
-            self.weights.average_also(
-                state_tensors(self.optimizer), healthy, share=share if self.outer.kind == "fittest" else 1.0
-            )
+            self.weights.average_also(state_tensors(self.optimizer), healthy, share=share)
         elif self.optimizer_state == "reset":
             reset_state(self.optimizer)
         self._share(self.outer.centre)  # they go on from one place

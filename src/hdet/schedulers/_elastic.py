@@ -31,6 +31,6 @@ def check_elastic(common: Common, replicas: Replicas, *, spread: float, compares
         )
     if replicas.parts or not replicas.whole:
         raise ValueError(
-            'outer="elastic" needs every replica to hold all parameters, but they are sharded: use outer="mean", '
-            '"weighted" or "nesterov"'
+            'outer="elastic" needs every replica to hold all parameters, but they are sharded: use outer="mean" or '
+            '"nesterov"'
         )

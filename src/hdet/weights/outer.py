@@ -18,7 +18,7 @@ from hdet.weights.anchor import Anchor
 from hdet.weights.saved import tensors_of
 
 StatePolicy = Literal["average", "keep", "reset"]
-OuterKind = Literal["mean", "weighted", "fittest", "nesterov", "elastic"]
+OuterKind = Literal["mean", "fittest", "nesterov", "elastic"]
 
 FITTEST = 0.02
 """Share of the lowest loss by which a replica must be above it to count e times less."""
@@ -27,10 +27,9 @@ FITTEST = 0.02
 class OuterStep:
     r"""Where the shared weights go at a converge.
 
-    ``"mean"``: to the mean of the replicas (Eq. 3). ``"weighted"``: to their mean by softmax of their losses, in units
-    of the losses' own standard deviation. ``"fittest"``: the same in units of 2% of the lowest loss, so that replicas
-    which are plainly worse do not count. ``"nesterov"``: DiLoCo's outer optimizer. With c the centre of the last
-    converge, the displacement is a gradient:
+    ``"mean"``: to the mean of the replicas (Eq. 3). ``"fittest"``: to their mean by softmax of their losses, in units
+    of 2% of the lowest loss, so that replicas which are plainly worse do not count. ``"nesterov"``: DiLoCo's outer
+    optimizer. With c the centre of the last converge, the displacement is a gradient:
 
     .. math:: d = c - \bar\theta, \quad v \leftarrow \mu v + d, \quad \theta \leftarrow c - \eta (d + \mu v)
 
@@ -59,7 +58,7 @@ class OuterStep:
         momentum: float = 0.9,
         pull: float = 0.9,
     ) -> None:
-        require_one_of("outer", kind, "mean", "weighted", "fittest", "nesterov", "elastic")
+        require_one_of("outer", kind, "mean", "fittest", "nesterov", "elastic")
         of = " of the outer step"
         require(number(lr) > 0, "lr", "a finite number > 0", lr, of=of)
         require(0 <= number(momentum) < 1, "momentum", "in [0, 1)", momentum, of=of)
@@ -97,12 +96,12 @@ class OuterStep:
     def shares(self, losses: FloatArray, healthy: NDArray[np.bool_]) -> FloatArray | None:
         """What each replica counts in the mean, 1 on average over the healthy ones; None for equal shares."""
         finite = np.isfinite(losses) & healthy
-        if self.kind not in ("weighted", "fittest") or finite.sum() < 2:
+        if self.kind != "fittest" or finite.sum() < 2:
             return None
         least = float(losses[finite].min())
-        deviation = float(losses[finite].std()) if self.kind == "weighted" else FITTEST * abs(least)
+        unit = FITTEST * abs(least)
         scores = np.zeros(len(losses))
-        scores[finite] = np.exp((least - losses[finite]) / deviation) if deviation > 0 else 1.0
+        scores[finite] = np.exp((least - losses[finite]) / unit) if unit > 0 else 1.0
         shares: FloatArray = scores * healthy.sum() / scores.sum()
         return shares
 
