@@ -39,9 +39,9 @@ class _Options:
 class Adapt(_Options):
     """How base values adapt; passed as ``adapt=``.
 
-    A class refuses what it has no use for. OneCycleAutoLR takes its spread from ``ensemble_lr_spread_ratio``, and with
-    the paper's controller (``signal=None``) only ``bounds`` and ``assignment`` from here. Explorer has no schedule to
-    gate; the spread and the groups of its learning rate are those of ``knobs.LearningRate``.
+    A class refuses what it has no use for. OneCycleAutoLR takes ``bounds`` and ``assignment`` from here alone; its
+    spread is ``ensemble_lr_spread_ratio``. Explorer has no schedule to gate; the spread and the groups of its learning
+    rate are those of ``knobs.LearningRate``.
 
     Attributes:
         controller: what moves the base values; default an ``EvidenceController`` tuned to the signal, in Explorer a
@@ -183,7 +183,7 @@ class Faults(_Options):
     """What is done about faults; passed as ``faults=``.
 
     Attributes:
-        rollback: whether a broken round is undone; default yes, but not in OneCycleAutoLR with the paper's controller.
+        rollback: whether a broken round is undone; default yes, but not in OneCycleAutoLR.
             Two copies of the weights and of the optimizer's state.
         max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,
             with a warning. As many in a row are an error.

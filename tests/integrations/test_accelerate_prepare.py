@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
@@ -21,7 +22,10 @@ STEPS = 12
 
 def _schedule(kind: str, optimizer: torch.optim.Optimizer) -> Any:
     if kind == "OneCycleAutoLR":
-        return OneCycleAutoLR(optimizer, 0.1, STEPS, model_sync_interval=2, signal="gradient", cycle_momentum=False)
+        spread = 0.1 if dist.is_initialized() else 0.0
+        return OneCycleAutoLR(
+            optimizer, 0.1, STEPS, ensemble_lr_spread_ratio=spread, model_sync_interval=2, cycle_momentum=False
+        )
     schedule: Any = CosineAnnealingLR(optimizer, STEPS) if kind == "AutoLR" else LambdaLR(optimizer, lambda _: 1.0)
     return AutoLR(schedule, interval=2, adapt=Adapt(start_steps=0))
 

@@ -149,11 +149,15 @@ def test_settings_reach_autolr_and_records_reach_the_sinks(framework: str) -> No
 
 def test_make_builds_another_scheduler(framework: str) -> None:
     def make(schedule: Any) -> OneCycleAutoLR:
-        return OneCycleAutoLR(schedule.optimizer, 0.1, STEPS, model_sync_interval=2, signal="gradient")
+        return OneCycleAutoLR(schedule.optimizer, 0.1, STEPS, model_sync_interval=2)
 
+    assert isinstance(_attach(framework)(make), OneCycleAutoLR)
+
+
+def test_records_of_what_make_builds_reach_the_sinks(framework: str) -> None:
     seen: list[int] = []
-    scheduler = _attach(framework)(make, sinks=[lambda record, names: seen.append(record.step)])
-    assert isinstance(scheduler, OneCycleAutoLR)
+    sinks = [lambda record, names: seen.append(record.step)]
+    _attach(framework)(lambda schedule: AutoLR(schedule, interval=2), sinks=sinks)
     assert seen == [2, 4]
 
 

@@ -57,13 +57,7 @@ def _drop_in(optimizer: Optimizer) -> OneCycleAutoLR:
     return OneCycleAutoLR(optimizer, MAX_LR, TOTAL_STEPS, model_sync_interval=INTERVAL, cycle_momentum=False)
 
 
-def _drop_in_gradient(optimizer: Optimizer) -> OneCycleAutoLR:
-    return OneCycleAutoLR(
-        optimizer, MAX_LR, TOTAL_STEPS, model_sync_interval=INTERVAL, cycle_momentum=False, signal="gradient"
-    )
-
-
-FACES: dict[str, Any] = {"AutoLR": _auto, "OneCycleAutoLR": _drop_in, "OneCycleAutoLR, gradient": _drop_in_gradient}
+FACES: dict[str, Any] = {"AutoLR": _auto, "OneCycleAutoLR": _drop_in}
 
 
 @functools.cache

@@ -23,7 +23,6 @@ from hdet.reports.drawing import HEIGHT, draw
 from hdet.reports.run import Run, events, phases, run_of
 
 mpl.use("agg")
-KINDS = ("AutoLR", "OneCycleAutoLR")
 STEPS = 40
 
 
@@ -35,8 +34,8 @@ def make(kind: str, *, name: str = "all") -> Any:
         return AutoLR(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS), model=model, interval=4)
     if kind == "OneCycleAutoLR":
         return OneCycleAutoLR(
-            optimizer, max_lr=0.01, total_steps=STEPS, ensemble_lr_spread_ratio=0.0, model_sync_interval=4,
-            enable_auto_lr=True, signal="gradient",
+            optimizer, max_lr=0.01, total_steps=STEPS, ensemble_lr_spread_ratio=0.1, model_sync_interval=4,
+            enable_auto_lr=True, auto_lr_warmup_steps=0, model=model,
         )  # fmt: skip
     return Explorer(model, optimizer, knobs=[knobs.Momentum()], interval=4, gradients="local", total_steps=STEPS)
 
@@ -54,11 +53,6 @@ def train(scheduler: Any, num_steps: int = STEPS) -> Any:
     return scheduler
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def trained(request: pytest.FixtureRequest) -> Any:
-    return train(make(request.param))
-
-
 @pytest.fixture(scope="module")
 def auto() -> Any:
     return train(make("AutoLR"))
@@ -70,12 +64,23 @@ def _close_figures() -> Any:
     plt.close("all")
 
 
-def test_report_writes_one_page(trained: Any, tmp_path: Path) -> None:
-    path = trained.report(tmp_path / "new" / "out.html")
+def test_report_writes_one_page(auto: Any, tmp_path: Path) -> None:
+    path = auto.report(tmp_path / "new" / "out.html")
     assert path == tmp_path / "new" / "out.html"
     assert [file.name for file in path.parent.iterdir()] == ["out.html"]
-    html = path.read_text()
-    kind = type(trained).__name__
+    _check_page(path.read_text(), "AutoLR")
+
+
+def _report_of_the_papers(folder: str) -> None:
+    train(make("OneCycleAutoLR")).report(Path(folder, "out.html"))
+
+
+def test_report_of_the_papers_class(tmp_path: Path) -> None:
+    launch(_report_of_the_papers, 2, str(tmp_path), timeout_s=100)
+    _check_page((tmp_path / "out.html").read_text(), "OneCycleAutoLR")
+
+
+def _check_page(html: str, kind: str) -> None:
     assert re.search(rf"<h1>{kind} .*; the training loss ended at [\d.e-]+\.</h1>", html)
     assert f"<td>scheduler</td><td>{kind}</td>" in html
     assert "<td>steps of a round</td><td>4</td>" in html
@@ -140,16 +145,16 @@ def test_one_replica_alone_explores_nothing() -> None:
 # -- the plot ---------------------------------------------------------------------------------------------------
 
 
-def test_plot_returns_axes_with_the_learning_rate_and_the_loss(trained: Any) -> None:
-    ax = trained.plot()
+def test_plot_returns_axes_with_the_learning_rate_and_the_loss(auto: Any) -> None:
+    ax = auto.plot()
     assert isinstance(ax, Axes)
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_yscale()) == ("step", "learning rate", "log")
     line = ax.get_lines()[0]
-    assert line.get_xdata().tolist() == [record.step for record in trained.history]  # type: ignore[union-attr]
-    assert list(line.get_ydata()) == [record.base_values[0] for record in trained.history]  # type: ignore[arg-type]
+    assert line.get_xdata().tolist() == [record.step for record in auto.history]  # type: ignore[union-attr]
+    assert list(line.get_ydata()) == [record.base_values[0] for record in auto.history]  # type: ignore[arg-type]
     [loss] = [other for other in ax.figure.axes if other is not ax]
     assert loss.get_ylabel() == "loss"
-    assert loss.get_lines()[0].get_ydata()[-1] == pytest.approx(trained.history[-1].losses[0])  # type: ignore[index]
+    assert loss.get_lines()[0].get_ydata()[-1] == pytest.approx(auto.history[-1].losses[0])  # type: ignore[index]
     ax.figure.canvas.draw()
 
 
@@ -193,12 +198,12 @@ def test_a_missing_package_names_the_extra(
 # -- the notebook -----------------------------------------------------------------------------------------------
 
 
-def test_a_notebook_shows_the_curves(trained: Any) -> None:
-    html = trained._repr_html_()
+def test_a_notebook_shows_the_curves(auto: Any) -> None:
+    html = auto._repr_html_()
     box = ET.fromstring(html)
     [svg] = box.findall("svg")
     assert len(svg.findall("path")) >= 3
-    assert f"{type(trained).__name__}: step 40, 10 rounds, peak learning rate" in unescape(html)
+    assert "AutoLR: step 40, 10 rounds, peak learning rate" in unescape(html)
     assert "<script" not in html
 
 

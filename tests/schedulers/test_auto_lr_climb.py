@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
 
 from climbing import LOW, TOTAL_STEPS, Run, make_optimizer, net, same
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import AutoLR
 from hdet.policy.climb import BLIND_SCALE, FIRST_SCALE
 from options import grouped
 
@@ -472,20 +472,6 @@ def test_every_step_is_sampled_in_a_large_model_too() -> None:
     assert [record.step for record in climbed] == list(range(1, len(climbed) + 1))
     assert all(math.isfinite(record.control["slope"][0]) for record in climbed)
     assert run.ending in ("turned", "broken", "limit")
-
-
-def test_the_papers_class_climbs_with_the_gradient_signal() -> None:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    scheduler = OneCycleAutoLR(optimizer, 1e-7, TOTAL_STEPS, signal="gradient")
-    run = Run.__new__(Run)
-    run.model, run.forward, run.optimizer, run.place, run.scheduler = model, model, optimizer, (0, 1), scheduler  # type: ignore[assignment]
-    first = run.everything()
-    run.climb()
-    assert run.ending in ("turned", "broken", "limit")
-    assert same(run.everything(), first)
-    run.advance(HALF)
-    assert run.loss().item() < 0.2
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class _Run:
             if kind == "AutoLR":
                 self.scheduler = AutoLR(OneCycleLR(self.optimizer, 0.01, 40), interval=2)
             elif kind == "OneCycleAutoLR":
-                self.scheduler = OneCycleAutoLR(self.optimizer, 0.01, 40, model_sync_interval=2, signal="gradient")
+                self.scheduler = OneCycleAutoLR(self.optimizer, 0.01, 40, model_sync_interval=2)
             else:
                 chosen: list[Any] = [knobs.LearningRate(), knobs.Epsilon()]
                 self.scheduler = Explorer(
@@ -138,8 +138,9 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(kind: str, tmp_path: Path)
     refuse(
         ValueError, "state_dict must have version 1, but got version 99; load it with the version of hdet that wrote"
     )
-    torch.save(_Run(kind, 7, width=5).parts(), path)
-    refuse(ValueError, "state_dict cannot be loaded: .*of another model")
+    if kind != "OneCycleAutoLR":  # whose state has no copy of the weights to compare
+        torch.save(_Run(kind, 7, width=5).parts(), path)
+        refuse(ValueError, "state_dict cannot be loaded: .*of another model")
     for other in KINDS:
         if other != kind:
             torch.save(_Run(other, 7).parts(), path)

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
+from hdet.launch import launch
 from options import grouped
 
 
@@ -75,11 +76,13 @@ def test_inside_chainedscheduler_it_is_an_error_once_another_part_moves(first: b
 
 
 @pytest.mark.parametrize("tensor", [False, True])
-@pytest.mark.parametrize("make", [_auto, lambda o: OneCycleAutoLR(o, 0.1, 40, signal="gradient", cycle_momentum=False)])
-def test_a_scheduler_beside_it_is_an_error(make: Any, tensor: bool) -> None:
+def test_a_scheduler_beside_it_is_an_error(tensor: bool) -> None:
     optimizer = _optimizer(torch.tensor(0.1) if tensor else 0.1)
-    scheduler, beside = make(optimizer), StepLR(optimizer, step_size=3, gamma=0.1)
-    name = type(scheduler).__name__
+    _train_beside(_auto(optimizer), optimizer)
+
+
+def _train_beside(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    beside, name = StepLR(optimizer, step_size=3, gamma=0.1), type(scheduler).__name__
 
     def train() -> None:
         for _ in range(6):
@@ -89,6 +92,16 @@ def test_a_scheduler_beside_it_is_an_error(make: Any, tensor: bool) -> None:
     with pytest.raises(RuntimeError, match=rf"must be left to {name}, which set it to .* in param group 0, but found"):
         train()
     assert scheduler.last_epoch == 3
+
+
+def _beside_the_papers() -> None:
+    optimizer = _optimizer()
+    spread = {"ensemble_lr_spread_ratio": 0.1, "model_sync_interval": 4}
+    _train_beside(OneCycleAutoLR(optimizer, 0.1, 40, cycle_momentum=False, **spread), optimizer)  # type: ignore[arg-type]
+
+
+def test_a_scheduler_beside_the_papers_is_an_error() -> None:
+    launch(_beside_the_papers, 2)
 
 
 def test_a_learning_rate_set_by_hand_is_an_error() -> None:
@@ -133,7 +146,7 @@ def test_a_second_scheduler_of_ours_is_refused_while_the_first_is_at_work() -> N
     auto = _auto(optimizer)
     auto.step(_update(optimizer))
     with pytest.raises(ValueError, match=r"one scheduler of hdet, but it has AutoLR already, at step 1; pass knobs="):
-        OneCycleAutoLR(optimizer, 0.1, 40, signal="gradient")
+        OneCycleAutoLR(optimizer, 0.1, 40)
     with pytest.raises(ValueError, match=r"must have one scheduler of hdet, but it has AutoLR already"):
         Explorer(nn.Linear(1, 1), optimizer, knobs=[knobs.LearningRate()], interval=2)
     auto.finish()

@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
             "auto_lr_warmup_steps": [0, 2],
             "enable_auto_lr": FLAG, "loss_scale": [0.1], "lr_of_lr": [0.0, 0.5], "momentum_of_lr": UNIT,
             "rank": [0], "world_size": [1], "model": [None], "process_group": [None],
-            "signal": [None, "gradient", "loss"], "decay": ["schedule", "floor", "printed"],
+            "decay": ["schedule", "floor", "printed"],
             "knobs": [(), [knobs.Epsilon()]], "gradients": ["shared"], "probe": [None],
             "seed": [0], **GROUPS,
         },

@@ -80,8 +80,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "hold_share": (_explorer, {"hold_share": 0.0}, "hold_share must be left out: Explorer adapts to the end"),
     "sample_every": (_explorer, {"sample_every": 2}, "sample_every must be left out: Explorer compares losses"),
     "spread of the paper": (_cycle, {"spread": 0.2}, "has it as ensemble_lr_spread_ratio; got spread=0.2"),
-    "spread with a signal": (_cycle, {"spread": 0.2, "signal": "gradient"}, "has it as ensemble_lr_spread_ratio"),
-    "controller of the paper": (_cycle, {"controller": EvidenceController()}, "controller must be left out: the paper"),
+    "controller of the paper": (_cycle, {"controller": EvidenceController()}, "OneCycleAutoLR has the paper's"),
     "anchor of the paper": (_cycle, {"anchor": "round"}, "measures from the last converge; got anchor='round'"),
     "groups of the paper": (_cycle, {"groups": "each"}, "has a scale for each param group"),
     "start of the paper": (_cycle, {"start_steps": 3}, "starts after auto_lr_warmup_steps; got start_steps=3"),
@@ -104,14 +103,6 @@ def test_a_default_that_is_spelled_out_is_no_mistake() -> None:
     _cycle(spread=0.1, groups="together", hold_share=None)
 
 
-def test_with_a_signal_onecycle_takes_all_of_adapt() -> None:
-    options = {"groups": "each", "first_scale": 0.5, "start_steps": 7, "hold_share": 0.5, "bounds": (0.1, 10.0)}
-    cycle, auto = _cycle(signal="gradient", model_sync_interval=2, **options), _auto(total_steps=40, **options)
-    for name in ("gated", "factors"):
-        assert getattr(cycle._rounds.values, name) == getattr(auto._rounds.values, name), name
-    assert cycle._rounds.policy.acting == auto._rounds.policy.acting == (7, 20)
-
-
 @pytest.mark.parametrize("steps", [None, 400])
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_base_values_wait_a_fiftieth_of_the_run_where_its_length_is_known(steps: int | None) -> None:
@@ -130,10 +121,8 @@ def test_two_runs_may_share_options_and_not_what_an_outer_step_remembers() -> No
 
 
 @pytest.mark.parametrize("rollback", [None, True, False])
-def test_rollback_is_on_but_for_the_paper(rollback: bool | None) -> None:
+def test_rollback_is_on_unless_told(rollback: bool | None) -> None:
     assert (_auto(rollback=rollback)._rounds.policy.rollback is not None) == (rollback is not False)
-    signal = _cycle(signal="gradient", rollback=rollback)
-    assert (signal._rounds.policy.rollback is not None) == (rollback is not False)
 
 
 def _trained(averaging: dict[str, Any]) -> tuple[list[float], bool]:

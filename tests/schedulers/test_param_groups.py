@@ -115,7 +115,6 @@ ALONE: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     **{name: _auto(name) for name in SCHEDULES},
     "gated": _auto("cosine", gated=True, total_steps=400),
     "apart scales": _auto("cosine", groups="each"),
-    "OneCycleAutoLR": _cycle(signal="gradient", ensemble_lr_spread_ratio=0.0),
     "OneCycleLR": _cycle(ensemble_lr_spread_ratio=0.0),
     "floor": _cycle(ensemble_lr_spread_ratio=0.0, enable_auto_lr=True, auto_lr_warmup_steps=2, decay="floor"),
 }

@@ -174,7 +174,7 @@ def _make(kind: str, model: nn.Module, optimizer: Optimizer) -> Any:
         if kind == "AutoLR":
             return AutoLR(LEAVES["LambdaLR object"](optimizer), interval=2, adapt=Adapt(start_steps=0))
         if kind == "OneCycleAutoLR":
-            return OneCycleAutoLR(optimizer, 0.1, 2000, model_sync_interval=2, signal="gradient")
+            return OneCycleAutoLR(optimizer, 0.1, 2000, model_sync_interval=2)
         return Explorer(model, optimizer, knobs=[knobs.LearningRate()], interval=2)
 
 

@@ -90,10 +90,7 @@ class Subject:
         if name == "OneCycleAutoLR":
             self.end = TOTAL
             options |= {"total_steps": TOTAL, "model_sync_interval": INTERVAL, "auto_lr_warmup_steps": 2}
-            if detail == "gradient":
-                options["signal"] = "gradient"
-            else:
-                options |= {"ensemble_lr_spread_ratio": 0.3, "enable_auto_lr": True, "loss_scale": 0.1}
+            options |= {"ensemble_lr_spread_ratio": 0.3, "enable_auto_lr": True, "loss_scale": 0.1}
             if detail == "floor":
                 options["decay"] = "floor"
             if detail == "knobs":
@@ -143,7 +140,7 @@ class Subject:
 
 ALONE = (
     *("AutoLR gradient", "AutoLR sequential", "AutoLR custom", "OneCycleAutoLR paper", "OneCycleAutoLR floor"),
-    *("OneCycleAutoLR gradient", "OneCycleAutoLR knobs", "Explorer knobs", "Explorer nesterov"),
+    *("OneCycleAutoLR knobs", "Explorer knobs", "Explorer nesterov"),
 )
 APART = (
     *("AutoLR loss", "OneCycleAutoLR paper", "OneCycleAutoLR floor", "OneCycleAutoLR knobs"),

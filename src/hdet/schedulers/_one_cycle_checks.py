@@ -15,13 +15,14 @@ from hdet.schedulers._common import MAX_LR
 
 AGREED = (
     "ensemble_lr_spread_ratio", "model_sync_interval", "auto_lr_warmup_steps", "enable_auto_lr", "loss_scale",
-    "lr_of_lr", "momentum_of_lr", "signal", "decay",
+    "lr_of_lr", "momentum_of_lr", "decay",
 )  # fmt: skip
 """Further arguments that all ranks must agree on, beside those that all schedulers have."""
 
 _PAPERS = "the paper's controller, "
-_UNUSED_BY_PAPER = {
-    "controller": _PAPERS + 'which signal=None stands for, has its own; pass signal="gradient" or "loss"',
+_UNUSED = {
+    "spread": "OneCycleAutoLR has it as ensemble_lr_spread_ratio",
+    "controller": "OneCycleAutoLR has the paper's; AutoLR(OneCycleLR(...)) takes any",
     "anchor": _PAPERS + "measures from the last converge",
     "groups": _PAPERS + "has a scale for each param group",
     "climb": _PAPERS + "starts from the schedule as it is",
@@ -32,7 +33,7 @@ _UNUSED_BY_PAPER = {
     "shape": _PAPERS + "acts to the end",
     "sample_every": _PAPERS + "compares losses, and samples no gradients",
 }
-"""Of Adapt with the paper's controller, with the reason."""
+"""Of Adapt, with the reason."""
 
 
 def check_one_cycle(a: Mapping[str, Any]) -> None:
@@ -48,17 +49,6 @@ def check_one_cycle(a: Mapping[str, Any]) -> None:
         require(whole(a[name]) >= low, name, f"an integer >= {low}", a[name])
     require_one_of("decay", a["decay"], "schedule", "floor", "printed")
     _check_schedule(a)
-    if a["signal"] is not None:
-        require_one_of("signal", a["signal"], "gradient", "loss")
-        if (a["ensemble_lr_spread_ratio"] > 0) != (a["signal"] == "loss"):
-            raise ValueError(
-                'ensemble_lr_spread_ratio must be 0 with signal="gradient", which needs no fan-out, and above 0 with '
-                f'signal="loss", but got signal={a["signal"]!r} and '
-                f"ensemble_lr_spread_ratio={a['ensemble_lr_spread_ratio']!r}"
-            )
-        if a["decay"] != "schedule":
-            raise ValueError(f"decay={a['decay']!r} belongs to the paper's controller; leave it out with signal=")
-        return
     if not a["enable_auto_lr"]:
         if a["decay"] != "schedule":
             raise ValueError(
@@ -77,18 +67,16 @@ def check_warmup(a: Mapping[str, Any], *, knobs_adapt: bool) -> None:
     """Raise where the paper's controller, or that of the knobs, would never act."""
     total = total_steps_of(a)
     acts = "auto-LR" if a["enable_auto_lr"] else "knobs" if knobs_adapt else None
-    if a["signal"] is None and acts is not None and a["auto_lr_warmup_steps"] >= total > 0:
+    if acts is not None and a["auto_lr_warmup_steps"] >= total > 0:
         raise ValueError(
             f"auto_lr_warmup_steps must be smaller than the {total} total steps for {acts} to act, but got "
             f"auto_lr_warmup_steps={a['auto_lr_warmup_steps']}; lower it, e.g. to {total // 5}"
         )
 
 
-def refuse_unused(adapt: Adapt, signal: str | None) -> None:
-    """Raise where an option is set that OneCycleAutoLR, or the paper's controller, has no use for."""
-    adapt.refuse({"spread": "OneCycleAutoLR has it as ensemble_lr_spread_ratio"})
-    if signal is None:
-        adapt.refuse(_UNUSED_BY_PAPER)
+def refuse_unused(adapt: Adapt) -> None:
+    """Raise where an option is set that the paper's controller has no use for."""
+    adapt.refuse(_UNUSED)
 
 
 def total_steps_of(a: Mapping[str, Any]) -> int:

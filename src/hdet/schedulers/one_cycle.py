@@ -18,7 +18,6 @@ from hdet.engine.saving import load_rounds, save_rounds
 from hdet.knobs import Knob, Momentum
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_with_schedule, warn_if_alone
-from hdet.schedulers._auto_settings import auto_settings
 from hdet.schedulers._base import RoundScheduler
 from hdet.schedulers._build import make_loop
 from hdet.schedulers._common import Common, Gradients
@@ -69,9 +68,6 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         rank, world_size: accepted for compatibility and ignored; the process group decides.
         model: average its buffers too (BatchNorm statistics): floats become the mean, integers the maximum.
         process_group: the ranks that hold replicas; default all of them.
-        signal: None for the paper's controller. ``"gradient"`` or ``"loss"`` puts AutoLR's in its place, anchored at
-            the start, gated and with rollback, which acts after the first fiftieth of the run at the latest; see
-            :class:`~hdet.AutoLR`. ``"gradient"`` needs no spread, ``"loss"`` one.
         decay: how the base falls while auto-LR is on. ``"schedule"``: as OneCycleLR does. ``"floor"``: geometrically,
             from the peak or from ``auto_lr_warmup_steps``, whichever is later, to the schedule's ``min_lr`` at the end.
             ``"printed"``: the same towards ``final_div_factor / div_factor`` of the start, as Eq. 8 is printed; refused
@@ -79,8 +75,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate. Their base values move after
             ``auto_lr_warmup_steps``, with or without ``enable_auto_lr``.
         gradients, probe: as in :class:`~hdet.Explorer`.
-        adapt: how the scale adapts, with ``signal``; its spread is ``ensemble_lr_spread_ratio``. With the paper's
-            controller only ``bounds``, and ``assignment`` of the knobs.
+        adapt: ``bounds`` of the scale and ``assignment`` of the knobs; the rest is not for the paper's controller.
         copies: where copies of the weights live.
         faults: what is done about broken rounds and replicas.
         averaging: how replicas are averaged.
@@ -125,7 +120,6 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         *,
         model: nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None,
-        signal: Literal["gradient", "loss"] | None = None,
         decay: DecayKind = "schedule",
         knobs: Sequence[Knob] = (),
         gradients: Gradients = "shared",
@@ -145,7 +139,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         )  # fmt: skip
         check_warmup(given, knobs_adapt=any(knob.adapt for knob in knobs))
         check_last_epoch(last_epoch, optimizer, cycle_momentum)
-        refuse_unused(adapt, signal)
+        refuse_unused(adapt)
         refuse_with_schedule(common)
         refuse_second(optimizer)
         if cycle_momentum and any(type(knob) is Momentum for knob in knobs):
@@ -155,7 +149,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         torchs = {name: given[name] for name in _TORCHS}
         facts = {**common.facts(), **torchs, **{name: given[name] for name in AGREED}}
         del facts["optimizer"], facts["interval"]
-        replicas = agree(common, beside, facts, spread=spread, wait=signal is not None)
+        replicas = agree(common, beside, facts, spread=spread, wait=False)
         warn_if_alone(beside, replicas)
         if spread > 0 and replicas.count == 1:
             warnings.warn(
@@ -176,16 +170,10 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
                 group.clear()
                 group.update(values)
             raise
-        if signal is None:
-            controller = PaperController(loss_scale, lr_of_lr, momentum_of_lr) if enable_auto_lr else None
-            chosen: dict[str, Any] = {"controller": controller, "acting": (auto_lr_warmup_steps, math.inf)}
-            chosen |= {"groups": "each", "rollback": False, "anchor": "round"}
-        else:
-            chosen = auto_settings(common, signal, step=self.last_epoch)
-            if adapt.start_steps is None and chosen["climb"] is None:
-                chosen["acting"] = (min(auto_lr_warmup_steps, chosen["acting"][0]), chosen["acting"][1])
         loop = make_loop(
-            common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self.last_epoch, **chosen
+            common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self.last_epoch,
+            controller=PaperController(loss_scale, lr_of_lr, momentum_of_lr) if enable_auto_lr else None,
+            acting=(auto_lr_warmup_steps, math.inf), groups="each", rollback=False, anchor="round",
         )  # fmt: skip
         # One replica with a spread trains as OneCycleLR, whatever was asked of the auto-LR it cannot have.
         kind = "schedule" if replicas.count == 1 and spread > 0 else decay
@@ -211,9 +199,8 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
             self._schedule_lrs = self._own_lrs()
             super()._update_lr(self.last_epoch)
             return
-        values, old = self._loop.values, self._schedule_lrs
         decay = self._decay
-        if values.joined or decay.kind != "schedule":
+        if self._loop.values.joined or decay.kind != "schedule":
             with self._scheduled_groups() as groups:
                 lrs = self._own_lrs()
                 if decay.kind != "schedule" and self.last_epoch > decay.begins(self):
@@ -222,8 +209,6 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         else:
             lrs = self._own_lrs()
         self._schedule_lrs = lrs
-        if values.gated and old is not None:
-            values.schedule_moved(old, lrs)
         self._write_lrs(lrs)
 
     def _first_lr(self) -> float:
@@ -327,7 +312,7 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         except Exception as error:
             self.__dict__.update(before)
             raise cannot_load(error) from error
-        self._schedule_lrs = None  # a jump to another step must not open the gate
+        self._schedule_lrs = None
         if self.last_epoch >= 0:  # inside SequentialLR, before its turn, a schedule is at -1
             self._refresh()
 
