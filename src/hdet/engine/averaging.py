@@ -277,7 +277,3 @@ class Averager:
                 self.anchor.differ_from = None
                 if not state["left_at_mean"]:
                     self.spread_out(rho)
-
-    def copied(self) -> None:
-        """After a copy with optimizer and model: these are other tensors."""
-        self.weights.recount()

@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ from hdet.engine.averaging import Averager
 from hdet.engine.clock import Clock
 from hdet.engine.journal import Journal
 from hdet.engine.rehearsal import is_rehearsal, refuse_capture
-from hdet.engine.state import refuse_copy
 from hdet.engine.tally import Tally
 from hdet.engine.values import Values
 from hdet.history import RoundRecord
@@ -287,26 +285,6 @@ class RoundLoop:
             self.converge(step)
         self._end()
         self.values.write_knobs(at_base=True)
-
-    # -- copies -------------------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a copy with the optimizer and the model, where all that belongs to them is within reach."""
-        refuse_copy(
-            {
-                "is one of several processes'": self.replicas.group is not None or bool(self.replicas.parts),
-                "writes knobs into a model": len(self.knobs) > 0,
-                "calls a probe": self.knobs.probe is not None,
-                'has gradients="local"': self._make_local is not ExitStack,
-                "has sinks": bool(self.journal.sinks),
-            }
-        )
-        return {key: value for key, value in vars(self).items() if key != "lock"}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self.lock = threading.RLock()
-        self.averager.copied()
 
     @property
     def history(self) -> list[RoundRecord]:

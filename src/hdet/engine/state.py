@@ -104,13 +104,3 @@ def joined_of(state: Any) -> list[float]:
     saved = mapping_of(state, "rounds").get("joined", [])  # older states have none
     joined: list[float] = numbers_of(saved, "joined", None, low=0, high=1e100).tolist()
     return joined
-
-
-def refuse_copy(reasons: Mapping[str, bool]) -> None:
-    """Raise where any of these holds: something outside scheduler, optimizer and model belongs to the run."""
-    why = [reason for reason, holds in reasons.items() if holds]
-    if why:
-        raise TypeError(
-            f"a scheduler that {' and '.join(why)} must not be copied or pickled: the copy would reach into the "
-            "model of the original; make a new one, and give it the state: load_state_dict(old.state_dict())"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -52,16 +52,12 @@ class RoundScheduler:
         """
         self._rounds.observe(loss, weight)
 
-    def __copy__(self) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """What copy.copy, copy.deepcopy and pickle ask for."""
         raise TypeError(
-            f"{type(self).__name__} must not be copied by copy.copy(): two would act on one optimizer; use "
-            "copy.deepcopy((model, optimizer, scheduler)), or make a new one and load the state_dict()"
+            f"{type(self).__name__} must not be copied or pickled: it acts on its optimizer and model through hooks, "
+            "which a copy would not have; make a new one, and give it the state: new.load_state_dict(old.state_dict())"
         )
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """A copy acts on its own optimizer, which has none of the original's hooks."""
-        vars(self).update(state)
-        self._attach(self.optimizer, self._rounds)
 
     def converge(self) -> None:
         """Average the weights now. A collective: every replica must call it, after the same number of steps."""

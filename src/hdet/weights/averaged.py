@@ -37,7 +37,6 @@ class Weights:
         self._trainable = self._requiring_grad()
         self._unnamed: list[Tensor] | None = None
         self._keys: dict[int, tuple[Tensor, int]] = {}
-        self._num_keys = 0
 
     def anchored(self) -> list[Tensor]:
         """What the learning rate moves: the optimizer's parameters, in its order."""
@@ -91,16 +90,12 @@ class Weights:
                 )
 
     def local(self) -> dict[int, Tensor]:
-        """This rank's part of what is averaged, every element of memory once, by a key that a copy keeps."""
+        """This rank's part of what is averaged, every element of memory once, by :meth:`key`."""
         return {self.key(t): memory_view(local_tensor(t)) for t in self.averaged()}
 
     def key(self, tensor: Tensor) -> int:
-        """The number of a parameter or buffer: the same one at any time, and in a copy of it all."""
-        found = self._keys.get(id(tensor))
-        if found is None or found[0] is not tensor:
-            found = self._keys[id(tensor)] = tensor, self._num_keys
-            self._num_keys += 1
-        return found[1]
+        """The number of a parameter or buffer: the same one at any time."""
+        return self._keys.setdefault(id(tensor), (tensor, len(self._keys)))[1]
 
     def kept(self) -> dict[int, Tensor]:
         """What a round that is undone changes here: :meth:`local`, and buffers of a model that nobody has named.
@@ -157,11 +152,6 @@ class Weights:
             with torch.no_grad():
                 for tensor, value in zip(tensors, own, strict=True):
                     tensor.copy_(value)
-
-    def recount(self) -> None:
-        """After a copy: these are other tensors."""
-        self._keys = {id(tensor): (tensor, key) for tensor, key in self._keys.values()}
-        self._trainable = self._requiring_grad()
 
     def _requiring_grad(self) -> set[int]:
         # A parameter frozen in mid-round still has to be averaged at its end; one frozen all along must not be

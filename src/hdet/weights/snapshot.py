@@ -35,19 +35,6 @@ class Snapshot:
         self._pinned = PinnedMemory()
         self._aside = SideStreams()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For a copy with optimizer and model: what it would bring back, and not the memory that it is a part of."""
-        self.settle()
-        found = self._proven or self._last
-        tensors = {} if found is None else {key: t.clone() for key, t in found.tensors.items()}
-        state = {} if found is None else found.whole_state()
-        return {"device": self.device, "tensors": tensors, "state": state}  # copies are made of one process alone
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        Snapshot.__init__(self, state["device"])
-        if state["tensors"]:
-            self.fill(state["tensors"], state["state"])
-
     @property
     def taken(self) -> bool:
         return self._last is not None or self._proven is not None
