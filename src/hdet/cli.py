@@ -17,8 +17,7 @@ COMMANDS = {
     "ablate": ("hdet.lab.commands.ablate", "the paper's six configurations and AutoLR, side by side"),
     "compare": ("hdet.lab.commands.compare", "AutoLR, fixed learning rates and other methods, at equal budget"),
     "bench": ("hdet.lab.commands.bench", "the benchmark: AutoLR and its rivals on a suite of tasks, and its pages"),
-    "doctor": ("hdet.cluster.doctor", "whether HDET will work on this cluster, and what it will cost"),
-    "plan": ("hdet.cluster.plan", "what HDET will cost, on paper, on up to 16,384 replicas"),
+    "doctor": ("hdet.cluster.doctor", "whether HDET will work on this cluster, and what it costs there"),
     "demo": ("hdet.lab.commands.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
 }
 CLUSTER_PACKAGES = ("tyro", "rich")

@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hdet.cluster import cost
-from hdet.cluster.plan import PlanOptions
 from hdet.weights.anchor import Anchor
 from hdet.weights.columns import SMALL_TENSOR, Columns, columns_of, stride_of
 from hdet.weights.host import PinnedMemory, host_if_large
@@ -104,7 +102,7 @@ def gpt(num_layers: int = 12, width: int = 768) -> list[nn.Parameter]:
 
 
 def test_large_models_keep_a_sixteenth_and_what_they_go_back_to_on_the_host() -> None:
-    """At most 4 bytes a parameter on the device with everything on, and what ``hdet plan`` says."""
+    """A quarter of a byte a parameter on the device, and one while a sample is taken."""
     parameters = gpt()
     optimizer = torch.optim.AdamW(parameters)
     count = num_parameters(optimizer)
@@ -115,11 +113,7 @@ def test_large_models_keep_a_sixteenth_and_what_they_go_back_to_on_the_host() ->
     in_use = 3 * anchor_bytes  # what is read of the weights, of the gradient, and their difference
     assert host_if_large(optimizer) == torch.device("cpu")
     assert (anchor_bytes + in_use) / count < 1.1
-    plan = cost.memory_bytes(PlanOptions(parameters=count).settings(1)["ring"], "gradient")
-    assert plan["anchor"] == pytest.approx(anchor_bytes, rel=0.05)
-    assert plan["anchor, while in use"] == pytest.approx(in_use, rel=0.05)
-    assert plan["rollback, on the host"] == 24 * count
-    assert "rollback" not in plan
+    assert anchor_bytes / count == pytest.approx(0.25, rel=0.05)
 
 
 @pytest.mark.parametrize("size", [LARGE_MODEL, LARGE_MODEL + 1])

@@ -1,1 +1,1 @@
-"""Tools for users of a cluster: what HDET would cost there, and whether it can run."""
+"""A tool for users of a cluster: whether HDET can run there, and what it costs."""

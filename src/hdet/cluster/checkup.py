@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,13 +19,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
 from hdet import AutoLR, OneCycleAutoLR
-from hdet.cluster.cost import Line, Method, Setting, fit, round_cost, share
 from hdet.cluster.subject import Subject, is_sharded, load, noticing_grad_scaler, stand_in, traps
 from hdet.replicas.average import BUCKET_BYTES
 from hdet.replicas.find import find_replicas
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import shape_digest, trained_parameters
 from hdet.replicas.sharding import local_tensor
+from hdet.signals.gradient import sample_every
+
+Method = Literal["paper", "loss", "gradient"]
 
 SIZES_BYTES = (2**10, 2**18, 2**22, BUCKET_BYTES)
 WARM_UPS, REPEATS = 2, 5
@@ -143,9 +145,7 @@ def _make(question: Question) -> tuple[Subject | None, str]:
 
 def _measure(question: Question, subject: Subject, replicas: Replicas, report: dict[str, Any]) -> None:
     device, group = question.device, replicas.group
-    all_reduce, samples = _measure_all_reduce(device, replicas)
-    source, target = (torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    copy_s = max(_everyone(_median_s(lambda: target.copy_(source), device, group), group))
+    all_reduce = _measure_all_reduce(device, replicas)
     with noticing_grad_scaler() as scaled:
         own_steps = _everyone(_median_s(subject.step or partial(_optimizer_step, subject), device, group), group)
     if scaled:
@@ -164,44 +164,39 @@ def _measure(question: Question, subject: Subject, replicas: Replicas, report: d
             "(model, optimizer, step)"
         )
     step_s = max(own_steps) if question.step_ms is None else question.step_ms / 1e3
-    dtype_bytes = max(p.element_size() for p in trained_parameters(subject.optimizer, subject.model))
-    setting = Setting(report["parameters"], dtype_bytes, replicas.count, all_reduce, 2 * BUCKET_BYTES / copy_s)
-    predicted_s = round_cost(setting, question.method, question.interval).end_s
-    measured_s = max(_everyone(_measure_round_end(question.method, subject, device, group), group))
-
-    def shares(end_s: float) -> dict[str, Any]:
-        by_interval = {}
-        for interval in sorted({10, 100, 1000, question.interval}):
-            samples_s = round_cost(setting, question.method, interval).samples_s
-            by_interval[interval] = share(end_s + samples_s, interval, step_s)
-        return {"end_s": end_s, "share": by_interval[question.interval], "share_by_interval": by_interval}
-
+    end_s, sample_s = (max(_everyone(own, group)) for own in _measure_round(question.method, subject, device, group))
+    by_interval = {}
+    for interval in sorted({10, 100, 1000, question.interval}):
+        num_samples = math.ceil(interval / sample_every(report["parameters"], interval))
+        extra_s = end_s + num_samples * sample_s
+        by_interval[interval] = extra_s / (interval * step_s + extra_s)
     report |= {
         "step_s": step_s,
-        "all_reduce": {
-            "latency_s": all_reduce.latency_s,
-            "bytes_per_s": all_reduce.bytes_per_s if math.isfinite(all_reduce.bytes_per_s) else None,
-            "samples": [{"bytes": size, "seconds": seconds} for size, seconds in samples],
+        "all_reduce": [{"bytes": size, "seconds": seconds} for size, seconds in all_reduce],
+        "measured": {
+            "end_s": end_s,
+            "sample_s": sample_s,
+            "share": by_interval[question.interval],
+            "share_by_interval": by_interval,
         },
-        "memory_bytes_per_s": setting.memory_bytes_per_s,
-        "predicted": shares(predicted_s),
-        "measured": shares(measured_s),
     }
 
 
-def _measure_all_reduce(device: str, replicas: Replicas) -> tuple[Line, list[tuple[int, float]]]:
+def _measure_all_reduce(device: str, replicas: Replicas) -> list[tuple[int, float]]:
+    found: list[tuple[int, float]] = []
     if replicas.count == 1:
-        return Line(0.0, math.inf), []
-    found = []
+        return found
     for size in SIZES_BYTES:
         buffer = torch.zeros(size // 4, device=device)
         run = partial(dist.all_reduce, buffer, group=replicas.group)
         found.append((size, max(_everyone(_median_s(run, device, replicas.group), replicas.group))))
-    return fit(*zip(*found, strict=True)), found
+    return found
 
 
-def _measure_round_end(method: Method, subject: Subject, device: str, group: dist.ProcessGroup | None) -> float:
-    """A real scheduler on the real model, in rounds of one step; seconds of the end of a round."""
+def _measure_round(
+    method: Method, subject: Subject, device: str, group: dist.ProcessGroup | None
+) -> tuple[float, float]:
+    """A real scheduler on the real model, in rounds of one step: seconds of a round's end, and of a sample."""
     optimizer = subject.optimizer
     scheduler: AutoLR | OneCycleAutoLR
     try:
@@ -216,8 +211,11 @@ def _measure_round_end(method: Method, subject: Subject, device: str, group: dis
             scheduler = AutoLR(schedule, signal=method, interval=1, model=subject.model)
     except (ValueError, TypeError) as error:
         raise CheckupError(str(error)) from None
-    before = partial(_optimizer_step, subject)
-    return _median_s(lambda: scheduler.step(1.0), device, group, before=before)
+    end_s = _median_s(lambda: scheduler.step(1.0), device, group, before=partial(_optimizer_step, subject))
+    if method != "gradient":
+        return end_s, 0.0
+    (signal,) = scheduler._rounds.signals
+    return end_s, _median_s(lambda: signal.before_step(optimizer), device, group)
 
 
 def _optimizer_step(subject: Subject) -> None:

@@ -1,4 +1,4 @@
-"""``hdet doctor``: whether HDET will work on these processes and this network, and what it will cost there."""
+"""``hdet doctor``: whether HDET will work on these processes and this network, and what it costs there."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hdet.cluster.checkup import Question, examine, no_report
-from hdet.cluster.cost import Method
+from hdet.cluster.checkup import Method, Question, examine, no_report
 from hdet.command_line import Options, UsageError, parse, torchrun_rank
 from hdet.launch import ReplicaError, launch
 from hdet.policy.timing import MAX_INTERVAL
@@ -183,25 +182,20 @@ def _findings(report: dict[str, Any]) -> Table:
         )
     if "measured" in report:
         rows["step"] = f"{report['step_s'] * 1e3:.2f} ms" + (" (as given)" if report["step_ms"] else "")
-        line = report["all_reduce"]
-        if line["bytes_per_s"]:
-            rate = f"{line['bytes_per_s'] / 1e9:.2f} GB/s"
-            rows["all-reduce"] = f"{line['latency_s'] * 1e6:.0f} us + bytes / {rate}"
-        for sample in line["samples"]:
-            rows[f"  of {sample['bytes'] / 1024:,.0f} KB"] = f"{sample['seconds'] * 1e3:.2f} ms"
-        rows["memory"] = f"{report['memory_bytes_per_s'] / 1e9:.1f} GB/s"
+        for found in report["all_reduce"]:
+            rows[f"all-reduce of {found['bytes'] / 1024:,.0f} KB"] = f"{found['seconds'] * 1e3:.2f} ms"
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
 
 
 def _shares(report: dict[str, Any]) -> Table:
-    predicted, measured = report["predicted"], report["measured"]
-    title = f"what --method {report['method']} costs"
-    table = Table("", "predicted", "measured", title=title, box=box.SIMPLE, title_justify="left")
-    table.add_row("end of a round", *(f"{found['end_s'] * 1e3:.2f} ms" for found in (predicted, measured)))
-    for interval, value in predicted["share_by_interval"].items():
+    measured, title = report["measured"], f"what --method {report['method']} costs"
+    table = Table("", "measured", title=title, box=box.SIMPLE, title_justify="left")
+    table.add_row("end of a round", f"{measured['end_s'] * 1e3:.2f} ms")
+    if report["method"] == "gradient":
+        table.add_row("sample of the gradient, in a step", f"{measured['sample_s'] * 1e3:.2f} ms")
+    for interval, value in measured["share_by_interval"].items():
         chosen = " (chosen)" if interval == report["interval"] else ""
-        other = measured["share_by_interval"][interval]
-        table.add_row(f"share of the time, T = {interval}{chosen}", f"{value:.3%}", f"{other:.3%}")
+        table.add_row(f"share of the time, T = {interval}{chosen}", f"{value:.3%}")
     return table
