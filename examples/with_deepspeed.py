@@ -9,17 +9,18 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import Adapt
-from hdet.integrations.deepspeed import attach
+from hdet import Adapt, AutoLR
 
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+settings = {"signal": "loss", "adapt": Adapt(spread=0.2), "interval": 4}
 engine, *_ = deepspeed.initialize(
     model=model,
     optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
-    lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
+    lr_scheduler=lambda optimizer: AutoLR(CosineAnnealingLR(optimizer, 100), model=model, **settings),
     config={
         "train_micro_batch_size_per_gpu": 32,
         "gradient_accumulation_steps": 2,
@@ -27,17 +28,22 @@ engine, *_ = deepspeed.initialize(
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     },
 )
-scheduler = attach(engine, signal="loss", adapt=Adapt(spread=0.2), interval=4)
+# Shards, and the copies of the weights that "fp16" and "bf16" train, are no replicas of the model.
+assert engine.zero_optimization_stage() == 0
+assert engine.optimizer is engine.basic_optimizer
+scheduler = engine.lr_scheduler  # stepped by engine.step()
 
 data = torch.Generator().manual_seed(dist.get_rank())  # each replica sees its own part of the data
 for _micro_step in range(200):
     x = torch.randn(32, 8, generator=data)
     loss = (engine(x).squeeze(-1) - x.sin().sum(-1)).square().mean()
+    scheduler.observe(loss)
     engine.backward(loss)
     engine.step()
 
 folder = sys.argv[1] if len(sys.argv) > 1 else "deepspeed_state"
-engine.save_checkpoint(folder, tag="last")  # the mean of the replicas, and the scheduler
+with scheduler.converged():  # the mean of the replicas, and the scheduler
+    engine.save_checkpoint(folder, tag="last")
 engine.load_checkpoint(folder, tag="last")
 if dist.get_rank() == 0:
     print(f"last loss {loss.item():.3f}, learned scale {scheduler.history[-1].scales[0]:.2f}")

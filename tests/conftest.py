@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from hdet.launch import preload, server
 
-pytest_plugins = ["stand_ins"]  # the fixture of all frameworks
+pytest_plugins = ["frameworks"]  # the fixture of all frameworks
 
 # A launched process imports the module of its test and everything that needs: seconds, unless it is there already.
 preload("pytest", "hypothesis", "hypothesis.strategies", "numpy.testing", "torch.distributed.fsdp")

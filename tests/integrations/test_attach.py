@@ -1,7 +1,4 @@
-"""All adapters take the same arguments, check them when they are given, and add the sinks to the scheduler.
-
-DeepSpeed and torchtitan are stand-ins with the attributes that the adapters use; their own tests use the real ones.
-"""
+"""All adapters take the same arguments, check them when they are given, and add the sinks to the scheduler."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ import pytest
 import torch
 
 import framework_task as task
+from frameworks import lightning_module
 from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
 from hdet.launch import launch
-from stand_ins import Engine, Titan, lightning_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -88,35 +85,6 @@ def _accelerate(*args: Any, train: bool = True, **kwargs: Any) -> Any:
     return scheduler.scheduler
 
 
-def _deepspeed(*args: Any, train: bool = True, **kwargs: Any) -> Any:
-    from hdet.integrations.deepspeed import attach
-
-    engine = Engine()
-    scheduler = attach(engine, *args, **kwargs)
-    for batch in torch.utils.data.DataLoader(task.Samples(4 * STEPS if train else 0), batch_size=4):
-        engine.backward(engine.module(**batch)["loss"])
-        engine.optimizer.step()
-        engine.lr_scheduler.step()
-    engine.save_checkpoint("unused")
-    assert engine.saved == 1
-    return scheduler
-
-
-def _torchtitan(*args: Any, train: bool = True, **kwargs: Any) -> Any:
-    from hdet.integrations.torchtitan import attach
-
-    trainer = Titan()
-    scheduler = attach(trainer, *args, **kwargs)
-    for batch in torch.utils.data.DataLoader(task.Samples(4 * STEPS if train else 0), batch_size=4):
-        trainer.forward_backward_step(global_valid_tokens=torch.tensor(4), **batch)
-        trainer.optimizer.step()
-        trainer.lr_schedulers.schedulers[0].step()
-    trainer.checkpointer.save(STEPS, True)
-    trainer.validator.validate()
-    assert trainer.saved == ["checkpoint", "validation"]
-    return scheduler
-
-
 def _attach(framework: str) -> Attach:
     attach: Attach = globals()[f"_{framework}"]
     return attach
@@ -125,9 +93,9 @@ def _attach(framework: str) -> Attach:
 def _signature(framework: str) -> list[tuple[str, Any, Any]]:
     module = importlib.import_module(f"hdet.integrations.{framework}")
     found = {"lightning": "HDETCallback", "transformers": "HDETTrainerCallback", "accelerate": "HDETScheduler"}
-    face = getattr(module, found.get(framework, "attach"))
+    face = getattr(module, found[framework])
     parameters = inspect.signature(getattr(face, "attach", face)).parameters.values()
-    own = ("engine", "trainer", "accelerator", "scheduler", "log")
+    own = ("trainer", "accelerator", "scheduler", "log")
     return [(p.name, p.kind, p.default) for p in parameters if p.name not in own]
 
 
@@ -218,7 +186,7 @@ def test_accelerate_runs_an_explorer_and_leaves_the_schedule_to_the_user() -> No
         assert lr == 0.05
 
 
-@pytest.mark.parametrize("framework", ["transformers", "deepspeed", "torchtitan"], indirect=True)
+@pytest.mark.parametrize("framework", ["transformers"], indirect=True)
 def test_an_explorer_is_refused_elsewhere(framework: str) -> None:
     with pytest.raises(TypeError, match="which steps one schedule, but got Explorer; pass its knobs to AutoLR"):
         _attach(framework)(lambda schedule: _explorer(schedule, knobs.WeightDecay(adapt=False)))
@@ -260,7 +228,8 @@ def test_a_callback_of_transformers_that_comes_too_late_says_so() -> None:
         trainer.train()
 
 
-def test_attaching_twice_is_refused(framework: str) -> None:
+@pytest.mark.parametrize("framework", ["transformers", "accelerate"], indirect=True)
+def test_attaching_twice_is_refused(framework: str) -> None:  # Lightning's callbacks are looked at when fit begins
     module = importlib.import_module(f"hdet.integrations.{framework}")
     twice = "must be attached to once, but hdet is attached to this one already; delete one line"
     if framework == "accelerate":
@@ -274,16 +243,11 @@ def test_attaching_twice_is_refused(framework: str) -> None:
             module.HDETScheduler(accelerator, first)
         with pytest.raises(TypeError, match="accelerator must be an Accelerator, but got AutoLR"):
             module.HDETScheduler(scheduler, accelerator)
-    elif framework == "transformers":
+    else:
         trainer = _trainer()
         module.HDETTrainerCallback.attach(trainer)
         with pytest.raises(ValueError, match=twice):
             module.HDETTrainerCallback.attach(trainer)
-    elif framework != "lightning":  # whose callbacks are looked at when fit begins
-        owner = Engine() if framework == "deepspeed" else Titan()
-        module.attach(owner)
-        with pytest.raises(ValueError, match=twice):
-            module.attach(owner)
 
 
 def test_a_second_training_needs_a_new_schedule() -> None:

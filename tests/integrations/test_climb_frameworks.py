@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import framework_task as task
-from stand_ins import Engine, Titan, lightning_module
+from frameworks import lightning_module
 
 STEPS, LOW = 300, 1e-8
 
@@ -91,44 +91,10 @@ def _accelerate(folder: str) -> tuple[task.Model, Any]:
     return inner, scheduler.scheduler
 
 
-def _deepspeed(folder: str) -> tuple[task.Model, Any]:
-    from hdet.integrations.deepspeed import attach
-
-    engine = Engine()
-    engine.optimizer = engine.basic_optimizer = _optimizer(engine.module)
-    engine.lr_scheduler = _constant(engine.optimizer)
-    scheduler = attach(engine, total_steps=STEPS)
-    for batch in _batches():
-        engine.backward(engine.module(**batch)["loss"])
-        engine.optimizer.step()
-        engine.lr_scheduler.step()
-        engine.optimizer.zero_grad()
-    return engine.module, scheduler
-
-
-def _torchtitan(folder: str) -> tuple[task.Model, Any]:
-    from hdet.integrations.torchtitan import attach
-
-    trainer = Titan()
-    (model,) = trainer.model_parts
-    trainer.optimizer = _optimizer(model)
-    trainer.lr_schedulers.schedulers = [_constant(trainer.optimizer)]
-    trainer.config.training.steps = STEPS
-    scheduler = attach(trainer)
-    for batch in _batches():
-        trainer.forward_backward_step(global_valid_tokens=torch.tensor(16), **batch)
-        trainer.optimizer.step()
-        trainer.lr_schedulers.schedulers[0].step()
-        trainer.optimizer.zero_grad()
-    return model, scheduler
-
-
 FRAMEWORKS: dict[str, Any] = {
     "lightning": _lightning,
     "transformers": _transformers,
     "accelerate": _accelerate,
-    "deepspeed": _deepspeed,
-    "torchtitan": _torchtitan,
 }
 
 

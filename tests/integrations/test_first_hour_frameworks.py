@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import framework_task as task
+from frameworks import lightning_module
 from hdet import AutoLR
-from stand_ins import lightning_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -257,6 +257,7 @@ def _deepspeed_block(folder: str) -> tuple[int, int]:
     net = Model()
     names: dict[str, Any] = {
         "torch": torch,
+        "AutoLR": AutoLR,
         "net": net,
         "optimizer": make_optimizer(net),
         "batches": torch.utils.data.DataLoader(Samples(32), batch_size=4),
@@ -267,6 +268,6 @@ def _deepspeed_block(folder: str) -> tuple[int, int]:
 
 
 def test_the_deepspeed_block_runs(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="pip install 'hdet[deepspeed]'")
+    pytest.importorskip("deepspeed", reason="pip install deepspeed")
     assert launch(_deepspeed_block, 1, str(tmp_path), timeout_s=60) == [(4, 2)]
     assert (tmp_path / "latest").exists()

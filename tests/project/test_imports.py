@@ -125,7 +125,7 @@ foreign = new - {"hdet", "torch", "numpy"} - set(sys.stdlib_module_names)
 assert not foreign, f"loaded {sorted(foreign)}"
 optional = {"rich", "tyro", "tensorboard", "matplotlib", "jinja2", "hypothesis", "pytest", "pandas"}
 optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate", "wandb", "mlflow"}
-optional |= {"deepspeed", "ray", "torchft", "torchtitan"}
+optional |= {"ray", "torchft"}
 assert not optional & set(sys.modules), f"loaded {sorted(optional & set(sys.modules))}"
 assert not {name for name in sys.modules if name.startswith(("hdet.lab", "hdet.integrations", "hdet.sinks"))}
 """
