@@ -7,15 +7,17 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from hdet.checks import FloatArray
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 # How often this process has called `agree` in each group: all its ranks count alike, so that (group, number) names
 # one call in the store.
@@ -200,4 +202,5 @@ def _collective_device(group: dist.ProcessGroup) -> torch.device:
     types = {device.type for device in group._device_types}
     if "cpu" in types:
         return torch.device("cpu")
-    return torch.device(next(iter(types)), torch.accelerator.current_device_index())
+    kind = next(iter(types))
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR, _warn_get_lr_called_within_step
+from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.controllers import PaperController
 from hdet.engine.saving import load_rounds, save_rounds
@@ -197,7 +197,9 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier. A pure read."""
-        _warn_get_lr_called_within_step(self)  # as torch does
+        if not self._get_lr_called_within_step:  # as torch does
+            message = "To get the last learning rate computed by the scheduler, please use `get_last_lr()`."
+            warnings.warn(message, UserWarning, stacklevel=2)
         lrs = self._torch_lrs(self.last_epoch) if self._schedule_lrs is None else self._schedule_lrs
         return list(lrs) if self._loop is None else self._loop.values.scaled(lrs)
 
