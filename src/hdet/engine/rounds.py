@@ -157,6 +157,8 @@ class RoundLoop:
         self.place.refuse_inside("step()")
         self.land()
         if not self.active or not self.policy.is_due(step, last=last):
+            if last:
+                self._end()
             return False
         with self.replicas.telling_others(step):
             self._end_round(step, schedule, last=last)

@@ -137,6 +137,10 @@ class RoundScheduler:
 
     @property
     def _rounds(self) -> RoundLoop:
+        return self._take_up_new_groups()
+
+    def _take_up_new_groups(self) -> RoundLoop:
+        """The round loop, with param groups that have joined the optimizer since it was last asked for."""
         assert self._loop is not None
         if len(self.optimizer.param_groups) != len(self._loop.values.knob_of_group):
             take_up(self.optimizer, self._loop, self._first_lr)

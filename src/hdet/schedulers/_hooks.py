@@ -28,7 +28,7 @@ def attach(scheduler: RoundScheduler, optimizer: Optimizer, loop: RoundLoop) -> 
         # Inside SequentialLR it may be another scheduler's turn; then its learning rates stand.
         nonlocal in_charge
         if (scheduler := this()) is not None:
-            assert scheduler._rounds  # param groups that have joined are taken up with what they were given
+            scheduler._take_up_new_groups()  # with what they were given, which the load replaces
             in_charge = scheduler._in_charge()
 
     def restore_own_lr(_: Optimizer) -> None:
