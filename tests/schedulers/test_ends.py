@@ -53,7 +53,7 @@ def test_a_loss_signal_of_one_replica_has_finished_at_total_steps() -> None:
 
 def test_an_explorer_alone_has_finished_at_total_steps() -> None:
     run = Run()
-    with pytest.warns(UserWarning, match="knobs are explored by several replicas, and there is one"):
+    with pytest.warns(UserWarning, match="Explorer compares replicas, and there is one"):
         scheduler = Explorer(run.model, run.optimizer, knobs=[WeightDecay(adapt=False)], interval=4, total_steps=7)
     run.train(scheduler, 7)
     assert scheduler.finished

@@ -35,7 +35,7 @@ from hdet.schedulers._one_cycle_checks import (
 )
 from hdet.schedulers._one_cycle_state import from_torch, is_torchs_own, load_schedule, remember, save_schedule
 from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version
-from hdet.schedulers._torch_state import check_one_cycle_state
+from hdet.schedulers._torch_state import LRS, MOMENTA, check_one_cycle_state
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 
@@ -155,7 +155,9 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         torchs = {name: given[name] for name in _TORCHS}
         facts = {**common.facts(), **torchs, **{name: given[name] for name in AGREED}}
         del facts["optimizer"], facts["interval"]
-        replicas = agree(common, beside, facts, spread=spread, wait=signal is not None)
+        overwritten = {"lr"} if last_epoch >= 0 else {"lr", *LRS, *MOMENTA}
+        overwritten |= {"momentum", "betas[0]"} if cycle_momentum else set()
+        replicas = agree(common, beside, facts, spread=spread, wait=signal is not None, overwritten=overwritten)
         warn_if_alone(beside, replicas)
         if spread > 0 and replicas.count == 1:
             warnings.warn(

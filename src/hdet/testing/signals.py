@@ -137,7 +137,9 @@ def _check_untouched(make: MakeSignal) -> None:
     _require(str(training.everything()) == str(before), "before_step must leave weights, gradients and state alone")
     training.signal.measure(nullcontext())
     training.share()
-    _require(str(training.everything()) == str(before), "measure and share must leave weights, gradients and state alone")
+    _require(
+        str(training.everything()) == str(before), "measure and share must leave weights, gradients and state alone"
+    )
 
 
 def _check_reading(make: MakeSignal) -> None:
