@@ -122,7 +122,7 @@ class RoundLoop:
                 signal.dense = self.policy.climbing
                 signal.before_step(self.optimizer)
         if self.skip_nonfinite:
-            drop_nonfinite(self.optimizer)
+            drop_nonfinite(self.optimizer, self.replicas if self.averager.shared_gradients else None)
 
     def after_optimizer_step(self) -> None:
         """Count it: replicas that share gradients must take the same steps."""

@@ -43,6 +43,7 @@ class Replicas:
         self.index = dist.get_rank(group) if group is not None else 0
         self.count = dist.get_world_size(group) if group is not None else 1
         self.device = _collective_device(group) if group is not None else torch.device("cpu")
+        self._device_types = {device.type for device in group._device_types} if group is not None else set()
         self.whole = True
         """Whether each of them holds all that it trains; False where members of the group are shards of one model."""
         self._key = ""
@@ -122,6 +123,15 @@ class Replicas:
             if each is not None:
                 dist.all_reduce(tensor, group=each)
         return tensor
+
+    def any_true(self, flag: Tensor) -> Tensor:
+        """Whether ``flag``, a boolean, is true on any of them. A collective, which the host does not wait for."""
+        if self.group is None:
+            return flag
+        device = flag.device if flag.device.type in self._device_types else self.device
+        found = flag.to(device, torch.float32)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return (found > 0).to(flag.device)
 
     def gather(self, values: Sequence[float], *, step: int | None = None) -> FloatArray:
         """Everyone's ``values``, by replica and part; a collective. Names who is missing when it fails.
