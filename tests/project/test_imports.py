@@ -35,7 +35,7 @@ ROOMS = (
     {"history"},
     {"policy"},
     {"controllers"},
-    {"launch", "notices", "frozen"},
+    {"launch", "notices", "frozen", "files"},
     {"checks"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
