@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 _preloaded = ["torch", "torch.distributed", "torch._dynamo", "hdet"]
 

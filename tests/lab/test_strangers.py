@@ -16,6 +16,7 @@ import pytest
 from test_own_runs import NAMES, record
 
 from hdet import cli
+from hdet.command_line import UsageError
 from hdet.files import read_text, replace_file
 from hdet.lab.commands.watch import sparkline
 from hdet.lab.runs import folder as run_folder
@@ -134,7 +135,7 @@ def test_files_have_a_size_that_can_be_read(tmp_path: Path, capfd: pytest.Captur
 
 def test_a_checkpoint_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "checkpoint.pt")
-    with pytest.raises(run_folder.UsageError, match="it must be a regular file, but is a pipe"):
+    with pytest.raises(UsageError, match="it must be a regular file, but is a pipe"):
         run_folder.load_checkpoint(tmp_path)
 
 

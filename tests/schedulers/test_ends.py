@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, PolynomialLR, SequentialLR
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR
 from hdet.knobs import WeightDecay
@@ -59,3 +62,32 @@ def test_an_explorer_alone_has_finished_at_total_steps() -> None:
     assert scheduler.finished
     with pytest.raises(RuntimeError, match="training was finished at step 7; make a new Explorer to go on"):
         run.train(scheduler, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda o: CosineAnnealingLR(o, float("inf")),  # type: ignore[arg-type]
+            "T_max of CosineAnnealingLR must be a finite number of steps where total_steps is not given, but got "
+            "T_max=inf; pass total_steps=, the length of the run",
+        ),
+        (
+            lambda o: SequentialLR(o, [LinearLR(o), CosineAnnealingLR(o, float("inf"))], [5]),  # type: ignore[arg-type]
+            "T_max of CosineAnnealingLR must be a finite number of steps",
+        ),
+        (
+            lambda o: PolynomialLR(o, float("inf")),  # type: ignore[arg-type]
+            "total_iters of PolynomialLR must be a finite number of steps .*, but got total_iters=inf",
+        ),
+    ],
+)
+def test_a_schedule_without_an_end_needs_the_length_of_the_run(
+    make: Callable[[torch.optim.Optimizer], LRScheduler], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        AutoLR(make(Run().optimizer))
+    run = Run()
+    scheduler = AutoLR(make(run.optimizer), total_steps=20)
+    run.train(scheduler, 20)
+    assert scheduler.finished

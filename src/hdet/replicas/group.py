@@ -18,7 +18,7 @@ from torch import Tensor
 from hdet.checks import FloatArray
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 MAX_LISTED = 20
 """So many disagreements are named."""

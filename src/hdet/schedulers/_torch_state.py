@@ -149,7 +149,7 @@ def is_torchs(schedule: LRScheduler) -> bool:
 
 def facts_about(schedule: LRScheduler) -> dict[str, str]:
     """The numbers of torch's own schedules, on which all ranks must agree; a user's own may hold what differs."""
-    facts = {}
+    facts: dict[str, str] = {}
     for k, each in enumerate(all_of(schedule)):
         name = type(each).__name__ if k == 0 else f"{type(each).__name__} {k}"
         if type(each).__module__ == LRScheduler.__module__:
