@@ -73,6 +73,7 @@ def attach(scheduler: RoundScheduler, optimizer: Optimizer, loop: RoundLoop) -> 
     watches = averager.anchor is not None or averager.fallback is not None or loop.skip_nonfinite
     # A compiled step must not trace these: what they count would be compiled again in every step.
     if watches or loop.apart:
+        scheduler._habits.counts_updates = True
         optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
     if loop.counts_updates:
         optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]

@@ -203,6 +203,8 @@ class AutoLR(RoundScheduler, LRScheduler):
         with loop.lock:
             step = self._step + 1
             last = step == self.total_steps
+            if step > self.total_steps and (self._cooling is not None or not self._lr_given):
+                self._habits.past_end(step, self.total_steps)
             if wrapped.counter.last_epoch != wrapped.step or not self._left_alone():
                 self._look_closer(step)
             if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
