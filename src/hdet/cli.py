@@ -24,7 +24,7 @@ CLUSTER_PACKAGES = ("tyro", "rich")
 LAB_PACKAGES = (*CLUSTER_PACKAGES, "jinja2", "matplotlib", "tensorboard")
 NO_CHARTS = ("bench",)
 """Commands of the lab that draw without its packages, and train on machines that do not have them."""
-USAGE_ERROR, INTERRUPTED = 2, 130
+FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,13 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"hdet {name} needs {package}; install it with: pip install 'hdet[{extra}]'", file=sys.stderr)
             return USAGE_ERROR
     from hdet.checks import printable
-    from hdet.command_line import UsageError
+    from hdet.command_line import FailedError, UsageError
 
     try:
         status: int = importlib.import_module(module).main(rest)
     except UsageError as error:
         print(f"hdet {name}: {printable(str(error))}", file=sys.stderr)
         return USAGE_ERROR
+    except FailedError as error:
+        print(f"hdet {name}: {printable(str(error))}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     return status

@@ -12,11 +12,22 @@ from typing import Any, TypeVar
 
 import tyro
 
+from hdet.checks import printable
+
 T = TypeVar("T")
 
 
 class UsageError(Exception):
     """A mistake of the user: one line, no traceback, exit status 2."""
+
+
+class FailedError(Exception):
+    """What the user could not have known, such as a full disk: one line, no traceback, exit status 1."""
+
+
+def say(text: str) -> None:
+    """Print a line, with escapes for what a terminal might obey, or cannot show."""
+    print(printable(text))
 
 
 class Options:

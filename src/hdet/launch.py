@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 _preloaded = ["torch", "torch.distributed", "torch._dynamo", "hdet"]
 

@@ -224,6 +224,74 @@ def test_a_gradient_that_is_not_finite_is_taken_out_of_its_step_on_all_ranks_ali
         assert all(result.values()), [name for name, ok in result.items() if not ok]
 
 
+def _broken_on_one_rank() -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for face in ("gradient", "paper"):
+        # After the all-reduce: the others' gradients are finite.
+        run = _Run(face, faults=[Fault("nan_gradient", 1, T + 2)], skip_nonfinite=True, optimizer=torch.optim.SGD)
+        run.advance()
+        out[f"{face}: nothing moved in that step"] = torch.equal(run.trace[T], run.trace[T + 1])
+        out[f"{face}: training went on"] = not torch.equal(run.trace[T + 1], run.trace[T + 2])
+        out[f"{face}: nobody was unhealthy"] = all(r.unhealthy == () for r in run.scheduler.history)
+        if face == "gradient":
+            everyone = _everyone([w.tolist() for w in run.trace])
+            out["equal after every step"] = all(trace == everyone[0] for trace in everyone)
+        assert_same_weights(_everyone(collect_weights(run.model)))
+
+    # Of a rank without any gradient in this step, too.
+    weights = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, faults=Faults(skip_nonfinite=True))
+    for grad in (torch.tensor([1.0, math.inf]) if dist.get_rank() else None, torch.ones(2)):
+        before = weights.detach().clone()
+        weights.grad = grad
+        optimizer.step()
+        scheduler.step(1.0)
+        out.setdefault("moved", []).append(not torch.equal(before, weights))
+    return out
+
+
+@pytest.mark.timeout(90)
+def test_a_gradient_that_breaks_on_one_rank_alone_is_dropped_on_all() -> None:
+    for result in launch(_broken_on_one_rank, 2):
+        assert result.pop("moved") == [False, True]
+        assert all(result.values()), [name for name, ok in result.items() if not ok]
+
+
+def _collectives() -> list[int]:
+    """Of a step without a round's end: all-reduces of one process with the others."""
+    counts = []
+    for gradients, skips in (("shared", False), ("shared", True), ("local", True)):
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        signal: Any = "gradient" if gradients == "shared" else "loss"
+        options: Any = {"signal": signal, "gradients": gradients, "model": model}
+        scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, faults=Faults(skip_nonfinite=skips), **options)
+        num_calls = 0
+        reduce = dist.all_reduce
+
+        def counted(*args: Any, reduce: Any = reduce, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            return reduce(*args, **kwargs)
+
+        dist.all_reduce = counted
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        scheduler.step(1.0)
+        dist.all_reduce = reduce
+        counts.append(num_calls)
+    return counts
+
+
+@pytest.mark.timeout(90)
+def test_ranks_ask_each_other_about_gradients_only_where_they_must() -> None:
+    for plain, skipping, local in launch(_collectives, 2):
+        assert skipping == plain + 1
+        assert local == 0
+
+
 def test_huge_gradients_are_finite() -> None:
     for value, moved in ((3e38, True), (math.inf, False), (math.nan, False)):
         weights = nn.Parameter(torch.zeros(3, dtype=torch.float32))

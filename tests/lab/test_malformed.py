@@ -170,7 +170,7 @@ def test_a_file_that_is_something_else(name: str, kind: str, tmp_path: Path, cap
     empty = name == "metrics.jsonl" and kind == "empty"  # nothing has happened yet
     assert run(["watch", "--once", str(folder)], capfd) == (0 if fine or empty else 2)
     assert run(["report", str(folder)], capfd) == (0 if fine else 2)
-    assert run(["train", "--resume", str(folder)], capfd) == 2
+    assert run(["train", "--resume", str(folder), "--yes"], capfd) == 2
 
 
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ OPTIONS = {
     "train": [
         *("--checkpoint-s", "--data", "--device", "--help", "--interval", "--json", "--knobs", "--lr", "--method"),
         *("--optimizer", "--out", "--replicas", "--resume", "--schedule", "--seed", "--spread", "--steps"),
-        "TASK",
+        *("--yes", "TASK"),
     ],
     "watch": ["--every-s", "--help", "--once", "RUN"],
     "report": ["--help", "--out", "RUN"],

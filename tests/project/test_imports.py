@@ -35,7 +35,7 @@ ROOMS = (
     {"history"},
     {"policy"},
     {"controllers"},
-    {"launch", "notices", "frozen"},
+    {"launch", "notices", "frozen", "files"},
     {"checks"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -83,6 +83,13 @@ def test_imports_go_one_way(name: str) -> None:
     assert inside or "hdet" not in _imports(MODULES[name]), f"{name} must not import the package that imports it"
 
 
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_no_private_name_of_torch_is_imported(name: str) -> None:
+    private = re.compile(r"torch\b.*\._\w*[a-z]")
+    found = {module for module in _imports(MODULES[name]) if private.match(module)}
+    assert not found, f"{name} must not import {sorted(found)}: another version of torch need not have them"
+
+
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if _room(name) in NUMBERS))
 def test_rooms_of_numbers_import_no_torch(name: str) -> None:
     assert not {module for module in _imports(MODULES[name]) if module.startswith(("torch", "multiprocessing"))}
@@ -97,7 +104,7 @@ def test_the_public_names_are_frozen() -> None:
 
 _IMPORT_QUIETLY = """
 import logging, os, random, sys, warnings
-import numpy, torch, torch.distributed, torch.distributed.tensor, torch.nn.parallel
+import numpy, torch, torch.distributed, torch.nn.parallel
 
 warnings.simplefilter("error")
 filters = list(warnings.filters)
@@ -128,6 +135,8 @@ optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate", "wa
 optional |= {"ray", "torchft"}
 assert not optional & set(sys.modules), f"loaded {sorted(optional & set(sys.modules))}"
 assert not {name for name in sys.modules if name.startswith(("hdet.lab", "hdet.integrations", "hdet.sinks"))}
+tensor = "torch.distributed.tensor"  # slow to load, and of no use where no parameter lies on a mesh
+assert tensor in modules or tensor not in sys.modules, f"loaded {tensor}"
 """
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hdet import AutoLR
 from hdet.signals.loss import LossMeter
 
 FLOAT_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -84,8 +85,9 @@ def test_a_tensor_may_be_overwritten_after_it_was_observed() -> None:
 
 
 @pytest.mark.parametrize("weight", [1.0, 2, torch.tensor(2.0, device="meta")])
-def test_observing_never_reads_a_value(weight: Any) -> None:
-    # A meta tensor has none: reading it raises.
+def test_observing_never_reads_a_value(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A meta tensor, let in for once, has none: reading it raises.
+    monkeypatch.setattr("hdet.signals.loss.require_scalar", lambda *_: None)
     meter = LossMeter()
     meter.observe(torch.ones((), device="meta"), weight)
     meter.observe(torch.ones(1, device="meta"), weight)
@@ -102,6 +104,36 @@ def test_a_loss_that_is_not_finite_stays_visible(bad: float, as_tensor: bool) ->
 
 
 # -- what it refuses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (10**400, r"loss must be a number that a float can hold, up to 1.8e308, but got 1000.*; divide it first"),
+        (-(10**400), r"loss must be a number that a float can hold, up to 1.8e308, but got -1000.*; divide it first"),
+        (torch.ones((), device="meta"), "loss must be a tensor with a value, but got one on the meta device"),
+        (torch.ones(1, device="meta"), "loss must be a tensor with a value, but got one on the meta device"),
+        (torch.ones(()).to_sparse(), r"loss must be a dense tensor, but got layout torch.sparse_coo; pass loss.to_de"),
+        (torch.ones(1).to_sparse(), r"loss must be a dense tensor, but got layout torch.sparse_coo; pass loss.to_de"),
+    ],
+    ids=["huge", "negative", "meta", "meta, one element", "sparse", "sparse, one element"],
+)
+def test_numbers_that_cannot_be_read_are_refused(loss: Any, text: str) -> None:
+    meter = LossMeter()
+    with pytest.raises(ValueError, match=text):
+        meter.observe(loss)
+    with pytest.raises(ValueError, match=text.replace("loss must", "weight must", 1).replace("-", "")):
+        meter.observe(1.0, abs(loss))
+    assert meter.drain() == (0.0, 0.0)
+    weights = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    scheduler = AutoLR(optimizer, total_steps=20)
+    weights.sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with pytest.raises(ValueError, match=text):
+        scheduler.step(loss)
+    scheduler.step(1.0)
+    assert scheduler.last_epoch == 1
 
 
 @pytest.mark.parametrize("loss", [{"a": 1.0}, [1.0], "1.0", None, 1j, np.ones(1)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hdet.signals.held_out import probe_gradients
 from hdet.signals.probe import evaluate
 
 
@@ -89,3 +90,22 @@ def test_a_loss_that_is_not_finite_is_nan(loss: float | Tensor) -> None:
 @pytest.mark.parametrize("loss", [1.5, torch.tensor(1.5), torch.tensor([1.5]), torch.tensor(1.5, dtype=torch.bfloat16)])
 def test_numbers_and_tensors_with_one_element_will_do(loss: float | Tensor) -> None:
     assert evaluate(lambda: loss, None) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (torch.ones(3), r"the loss that probe returns must have one element, but got shape \(3,\); reduce it first"),
+        (torch.ones((), device="meta"), "the loss that probe returns must be a tensor with a value, but got one on"),
+        (torch.ones(1).to_sparse(), "the loss that probe returns must be a dense tensor, but got layout torch.sparse"),
+    ],
+)
+def test_a_probe_must_return_one_number(loss: Tensor, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        evaluate(lambda: loss, None)
+
+
+def test_a_probe_whose_gradient_is_asked_for_must_return_one_number_too() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"the loss that probe returns must have one element, but got shape \(2,\)"):
+        probe_gradients(lambda: model(torch.ones(3)), model, list(model.parameters()))

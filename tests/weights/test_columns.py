@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
+from hdet.replicas.sharding import Sharding
 from hdet.weights.anchor import Anchor
-from hdet.weights.columns import SMALL_TENSOR, Columns, columns_of, stride_of
+from hdet.weights.columns import SMALL_TENSOR, Columns, _first_row, columns_of, stride_of
 from hdet.weights.host import PinnedMemory, host_if_large
 from hdet.weights.size import LARGE_MODEL, num_parameters
 
@@ -124,6 +128,21 @@ def test_small_models_keep_all_beside_the_weights(size: int) -> None:
     assert host_if_large(optimizer) == (torch.device("cpu") if large else None)
     assert stride_of(1, optimizer) == stride_of(1.0, optimizer) == 1
     assert stride_of(1 / 256, optimizer) == 256
+
+
+@given(st.integers(1, 40), st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=3), st.data())
+def test_the_first_row_of_a_shard_is_that_of_chunks_of_chunks(
+    num_rows: int, mesh_dims: list[tuple[int, bool]], data: st.DataObject
+) -> None:
+    coordinate = [data.draw(st.integers(0, size - 1)) for size, _ in mesh_dims]
+    rows = torch.arange(num_rows)
+    for place, (size, cuts) in zip(coordinate, mesh_dims, strict=True):
+        chunks = rows.chunk(size) if cuts else [rows] * size
+        rows = chunks[place] if place < len(chunks) else rows[:0]
+    mesh: Any = SimpleNamespace(shape=tuple(size for size, _ in mesh_dims), get_coordinate=lambda: coordinate)
+    placements = [Shard(0) if cuts else Replicate() for _, cuts in mesh_dims]
+    first = _first_row(Sharding(mesh, placements, torch.Size([num_rows, 8]), (8, 1)))
+    assert not len(rows) or first == rows[0]
 
 
 def test_copies_of_weights_on_the_host_stay_there() -> None:

@@ -116,7 +116,7 @@ class RoundLoop:
                 signal.dense = self.policy.climbing
                 signal.before_step(self.optimizer)
         if self.skip_nonfinite:
-            drop_nonfinite(self.optimizer)
+            drop_nonfinite(self.optimizer, self.replicas if self.averager.shared_gradients else None)
 
     def after_optimizer_step(self) -> None:
         """Count it: replicas that share gradients must take the same steps."""
@@ -145,6 +145,8 @@ class RoundLoop:
         """
         self.place.refuse_inside("step()")
         if not self.active or not self.policy.is_due(step, last=last):
+            if last:
+                self._end()
             return False
         with self.replicas.telling_others(step):
             self._end_round(step, schedule, last=last)

@@ -16,6 +16,7 @@ from rich.table import Table as RichTable
 from tyro.conf import Positional, UseAppendAction, arg
 
 from hdet.command_line import UsageError
+from hdet.files import replace_file
 from hdet.lab.recipes import OptimizerName, ScheduleName, SweepMethod
 from hdet.lab.runs import provenance
 from hdet.lab.runs.folder import make_folder, plain
@@ -168,7 +169,8 @@ class Experiment:
         write_pngs(charts, self.out)
         details = facts_table("Configuration and machine", self.facts)
         path = self.out / PAGE
-        path.write_text(page(title, tables, charts, [details]), encoding="utf-8")
+        text = page(title, tables, charts, [details])
+        replace_file(path, lambda file: file.write(text.encode("utf-8")))
         return path
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import Replicate
 from torch.optim import Optimizer
 
 from hdet.replicas.group import Replicas
@@ -53,7 +52,7 @@ def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None,
         for d in range(mesh.ndim)
         if mesh.size(d) > 1
         and len(sharded) == len(parameters)
-        and all(s.mesh == mesh and isinstance(s.placements[d], Replicate) for s in sharded)
+        and all(s.mesh == mesh and s.placements[d].is_replicate() for s in sharded)
     ]
     if len(replicated) != 1:
         raise ValueError(
@@ -83,7 +82,7 @@ def _refuse_shards_as_replicas(group: dist.ProcessGroup, parameters: Iterable[Te
     for p in parameters:
         for placement, name, part in mesh_groups(p):
             together = sorted(ranks & set(dist.get_process_group_ranks(part)))
-            if len(together) > 1 and not isinstance(placement, Replicate):
+            if len(together) > 1 and not placement.is_replicate():
                 raise ValueError(
                     "process_group must have the ranks that hold the same shard of different replicas, but its ranks "
                     f"{together} hold different shards, along mesh dimension {name!r}; pass the group of the "

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from hdet.checks import FloatArray
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+MAX_LISTED = 20
+"""So many disagreements are named."""
 
 # How often this process has called `agree` in each group: all its ranks count alike, so that (group, number) names
 # one call in the store.
@@ -37,14 +43,17 @@ class Replicas:
         self.index = dist.get_rank(group) if group is not None else 0
         self.count = dist.get_world_size(group) if group is not None else 1
         self.device = _collective_device(group) if group is not None else torch.device("cpu")
+        self._device_types = {device.type for device in group._device_types} if group is not None else set()
         self.whole = True
         """Whether each of them holds all that it trains; False where members of the group are shards of one model."""
         self._key = ""
         self._lost = False
         self._step = 0
 
-    def agree(self, facts: Mapping[str, Any], *, wait: bool = True) -> None:
+    def agree(self, facts: Mapping[str, Any], *, by_group: Sequence[Mapping[str, Any]] = (), wait: bool = True) -> None:
         """Raise on every replica when replicas disagree about ``facts``. No collective, no weights touched.
+
+        ``by_group``: further facts about each param group.
 
         It takes place in the process group's key-value store, where a replica that never comes, or comes
         with other arguments, is found out instead of leaving the rest in a collective that cannot match. The cost is
@@ -56,7 +65,8 @@ class Replicas:
         call = _num_calls[self.group] = _num_calls.get(self.group, 0) + 1
         key = self._key = f"hdet/{self.group.group_name}/{dist.get_process_group_ranks(self.group)[0]}/{call}"
         store = _store()
-        text = json.dumps({name: str(value) for name, value in facts.items()})
+        stated = {name: str(value) for name, value in facts.items()}
+        text = json.dumps({"all": stated, "groups": _in_runs(by_group)})
         store.set(f"{key}/step/{self.index}", "0")
         store.set(f"{key}/reason/{self.index}", "")
         store.set(f"{key}/facts/{self.index}", text)
@@ -84,15 +94,17 @@ class Replicas:
                     store.delete_key(f"{key}/{name}")
 
     def _disagreement(self, store: Store, key: str) -> str:
-        facts = [json.loads(store.get(f"{key}/facts/{r}")) for r in range(self.count)]
+        facts = [_all_facts(json.loads(store.get(f"{key}/facts/{r}"))) for r in range(self.count)]
         lines = []
         for name in dict.fromkeys(name for fact in facts for name in fact):
             by_value: dict[str, list[int]] = {}
             for r, fact in enumerate(facts):
-                by_value.setdefault(str(fact.get(name)), []).append(r)
+                by_value.setdefault(fact.get(name, "absent"), []).append(r)
             if len(by_value) > 1:
                 said = ", ".join(f"{value} on replicas {rs}" for value, rs in by_value.items())
                 lines.append(f"{name}={said}")
+        if len(lines) > MAX_LISTED:
+            lines[MAX_LISTED:] = [f"and {len(lines) - MAX_LISTED} more"]
         # A start that was cut short may have left arrivals behind, so that not all digests had been counted.
         return "replicas must agree about their arguments and parameters, but got " + "; ".join(lines) if lines else ""
 
@@ -102,6 +114,15 @@ class Replicas:
             if each is not None:
                 dist.all_reduce(tensor, group=each)
         return tensor
+
+    def any_true(self, flag: Tensor) -> Tensor:
+        """Whether ``flag``, a boolean, is true on any of them. A collective, which the host does not wait for."""
+        if self.group is None:
+            return flag
+        device = flag.device if flag.device.type in self._device_types else self.device
+        found = flag.to(device, torch.float32)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return (found > 0).to(flag.device)
 
     def gather(self, values: Sequence[float], *, step: int | None = None) -> FloatArray:
         """Everyone's ``values``, by replica and part; a collective. Names who is missing when it fails.
@@ -176,6 +197,21 @@ class Replicas:
         )
 
 
+def _in_runs(by_group: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[str | None, int]]]:
+    """By name the value of each group, neighbours that are equal counted: most are, and there may be thousands."""
+    names = dict.fromkeys(name for facts in by_group for name in facts)
+    columns = {name: [str(facts[name]) if name in facts else None for facts in by_group] for name in names}
+    return {name: [(value, len(list(run))) for value, run in itertools.groupby(columns[name])] for name in names}
+
+
+def _all_facts(found: Mapping[str, Any]) -> dict[str, str]:
+    facts: dict[str, str] = dict(found["all"])
+    for name, runs in found["groups"].items():
+        values = [value for value, length in runs for _ in range(length)]
+        facts |= {f"{name} of param group {k}": value for k, value in enumerate(values) if value is not None}
+    return facts
+
+
 def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, mine, group=group)
@@ -191,4 +227,5 @@ def _collective_device(group: dist.ProcessGroup) -> torch.device:
     types = {device.type for device in group._device_types}
     if "cpu" in types:
         return torch.device("cpu")
-    return torch.device(next(iter(types)), torch.accelerator.current_device_index())
+    kind = next(iter(types))
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+    from typing_extensions import TypeIs
 
 
 class Sharding(NamedTuple):
@@ -22,9 +26,15 @@ class Sharding(NamedTuple):
     stride: tuple[int, ...]
 
 
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Whether it is a DTensor. Without the module that has the class, which takes long to load, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def sharding(parameter: Tensor) -> Sharding | None:
     """None for a parameter that this process holds whole."""
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         return Sharding(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
     # DistributedDataParallel over a sliced mesh trains the local parts of a tensor-parallel model's DTensors.
     spec: Any = getattr(parameter, "_st_info", None)
@@ -42,7 +52,7 @@ def num_shards(parameter: Tensor) -> int:
     if found is None:
         return 1
     sizes = zip(found.mesh.shape, found.placements, strict=True)
-    return math.prod(size for size, placement in sizes if not isinstance(placement, Replicate))
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def mesh_groups(parameter: Tensor) -> list[tuple[Placement, str, dist.ProcessGroup]]:
@@ -71,6 +81,8 @@ def as_saved(part: Tensor, parameter: Tensor, shape: torch.Size | None = None) -
 
 def on_mesh(part: Tensor, found: Sharding) -> DTensor:
     """Something sharded in this way, of which this rank has ``part``."""
+    from torch.distributed.tensor import DTensor  # loaded already where a parameter lies on a mesh
+
     mesh, placements, shape, stride = found
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -80,7 +92,7 @@ def own_part(saved: Tensor, parameter: Tensor, shape: torch.Size | None = None) 
     found = sharding(parameter)
     if found is not None and shape is None:
         shape = found.shape
-    if isinstance(saved, DTensor):
+    if is_dtensor(saved):
         if found is None or list(saved.placements) != list(found.placements) or saved.shape != shape:
             raise ValueError(
                 f"a state saved with placements {saved.placements} cannot be loaded where they are "
@@ -95,6 +107,8 @@ def own_part(saved: Tensor, parameter: Tensor, shape: torch.Size | None = None) 
             )
         return saved.to_local()
     if found is not None and saved.shape == shape and num_shards(parameter) > 1:
+        from torch.distributed.tensor import distribute_tensor
+
         saved = distribute_tensor(saved, found.mesh, found.placements, src_data_rank=None).to_local()
     return saved
 
@@ -102,4 +116,4 @@ def own_part(saved: Tensor, parameter: Tensor, shape: torch.Size | None = None) 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter, sharing its memory."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor

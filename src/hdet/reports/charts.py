@@ -11,11 +11,12 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from hdet.reports.drawing import INK, SOFT, STYLES, Chart, colour, draw, line, plain_label
-from hdet.reports.run import Run, alike, breaks, columns, distinct, events, numbers, phases, thinned
+from hdet.reports.run import Run, alike, breaks, columns, distinct, events, numbers, of_groups, phases, thinned
 
 SHADES = {"climb": 0.05, "level": 0.0, "hold": 0.025}
 SPAN = 30  # losses that fall further than this are drawn on a logarithmic axis
 MAX_ROUNDS = 1000  # of a run in a chart: more than it has pixels
+MAX_GROUPS = 20  # param groups of a run in a chart: more lines cannot be told apart
 MAX_NAMED = 4  # more peaks would cover each other
 
 
@@ -36,12 +37,16 @@ class Group:
 
 def draw_all(groups: Sequence[Group]) -> list[Chart]:
     """Every chart the runs have numbers for; losses and learning rates are the first two."""
-    groups = [replace(group, runs=[thinned(run, MAX_ROUNDS) for run in group.runs]) for group in groups]
+    most = max((len(run.groups) for group in groups for run in group.runs), default=0)
+    groups = [
+        replace(group, runs=[of_groups(thinned(run, MAX_ROUNDS), MAX_GROUPS) for run in group.runs]) for group in groups
+    ]
     runs = [run for group in groups for run in group.runs]
     marks = " Cross: the round was undone, or not finite." if any(map(breaks, runs)) else ""
     marks += " Ring: an event, listed below." if any(map(_rings, runs)) else ""
     star = " Star: the validation loss at the end." if any("loss" in run.validation for run in runs) else ""
     dotted = " Dotted: the schedule alone, as it was given." if _beside(groups) else ""
+    dotted += f" The first {MAX_GROUPS} of {most:,} param groups." if most > MAX_GROUPS else ""
     band = " Shaded: from the lowest to the highest replica." if any(map(_spreads, runs)) else ""
     charts = [
         draw(

@@ -20,6 +20,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import Formatter, LogFormatterSciNotation
 
 from hdet.checks import printable
+from hdet.files import replace_file
 
 # Okabe and Ito's colours, safe for the colour-blind, without the yellow, which is lost on white.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -202,4 +203,4 @@ def _local(tag: str) -> str:
 def write_pngs(charts: Sequence[Chart], folder: Path) -> None:
     """One file for each chart."""
     for chart in charts:
-        (folder / f"{chart.name}.png").write_bytes(chart.png)
+        replace_file(folder / f"{chart.name}.png", lambda file, png=chart.png: file.write(png))  # type: ignore[misc]

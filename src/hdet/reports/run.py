@@ -12,7 +12,8 @@ from hdet.checks import whole
 from hdet.history import RoundRecord
 from hdet.sinks import as_json
 
-HUGE = 1e100  # matplotlib's arithmetic overflows where numbers are near the largest there is
+HUGE = 1e100  # matplotlib's arithmetic overflows where numbers are near the largest there is,
+TINY = 1e-100  # and underflows where they are near the smallest
 SAME = 1e-3  # relative; learning rates this close are one line of a chart
 FINISHED = ("done", "diverged")
 
@@ -159,6 +160,18 @@ def thinned(run: Run, most: int) -> Run:
     return replace(run, rounds=[run.rounds[at] for at in sorted(kept)]) if every > 1 else run
 
 
+def of_groups(run: Run, most: int) -> Run:
+    """With no more than the first ``most`` of its param groups."""
+    rows = ("values", "base_values", "scales")
+    if len(run.groups) <= most and all(len(entry[name]) <= most for entry in run.rounds for name in rows):
+        return run
+    rounds = []
+    for entry in run.rounds:
+        control = {key: numbers[:most] for key, numbers in entry["control"].items()}
+        rounds.append({**entry, **{name: entry[name][:most] for name in rows}, "control": control})
+    return replace(run, rounds=rounds, groups=run.groups[:most])
+
+
 def phases(run: Run) -> list[tuple[int, int, str]]:
     """First step, last step and name of each phase that the records name."""
     found, first = [], 0
@@ -187,8 +200,12 @@ def alike(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def numbers(values: Sequence[float | None]) -> list[float]:
-    """For a chart: NaN where there is no number, or one that no axis reaches."""
-    return [math.nan if value is None or abs(value) > HUGE else float(value) for value in values]
+    """For a chart: NaN where there is no number, or one that no axis reaches; 0 where one is too small for any."""
+    found = []
+    for value in values:
+        size = math.inf if value is None else abs(value)
+        found.append(math.nan if value is None or not size <= HUGE else float(value) if size > TINY else 0.0)
+    return found
 
 
 def columns(rows: Sequence[Sequence[float | None]]) -> list[tuple[float, ...]]:
@@ -200,4 +217,4 @@ def _unscaled(bases: Sequence[float | None], scales: Sequence[float | None]) -> 
     found = scales if len(scales) == len(bases) else [scales[0]] * len(bases) if len(scales) == 1 else ()
     pairs = itertools.zip_longest(numbers(bases), numbers(found), fillvalue=math.nan)
     # A scale below what any float64 can be divided by is none.
-    return [base / scale if scale > 1e-200 else math.nan for base, scale in pairs]
+    return numbers([base / scale if scale > 1e-200 else math.nan for base, scale in pairs])

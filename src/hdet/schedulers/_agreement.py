@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet.controllers import JointController
@@ -49,8 +51,19 @@ def refuse_with_schedule(common: Common) -> None:
         common.averaging.refuse({"outer": reason, "optimizer_state": reason})
 
 
-def agree(common: Common, knobs: KnobSet, facts: Mapping[str, Any], *, spread: float, wait: bool = True) -> Replicas:
-    """The replicas; an error on all of them where ranks pass different arguments or hold different parameters."""
+def agree(
+    common: Common,
+    knobs: KnobSet,
+    facts: Mapping[str, Any],
+    *,
+    spread: float,
+    wait: bool = True,
+    overwritten: Collection[str] = (),
+) -> Replicas:
+    """The replicas; an error on all of them where ranks pass different arguments or hold different parameters.
+
+    And where a number in their param groups differs, unless it is one of those ``overwritten``, by a schedule.
+    """
     if common.probe is not None and any(is_flat(p) for group in common.optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "probe= needs each rank's part of the gradient of a loss of its own, which FullyShardedDataParallel "
@@ -64,8 +77,29 @@ def agree(common: Common, knobs: KnobSet, facts: Mapping[str, Any], *, spread: f
     groups = len(common.optimizer.param_groups)
     held = {"parameters": f"{sizes} in {groups} groups (shapes {shape_digest(parameters):08x})"}
     # Without a reason to wait a rank only states its facts; the others learn of it all the same.
-    replicas.agree({**facts, **{f"knob {knob.name}": knob.facts() for knob in knobs}, **held}, wait=wait or apart)
+    by_group = []
+    for group in common.optimizer.param_groups:
+        # Of a run that goes on apart, each rank may have loaded a learning rate of its own; its base is the same.
+        own = {"lr"} if apart and "initial_lr" in group else set()
+        of_group = {key: value for key, value in _settings(group).items() if key not in own.union(overwritten)}
+        shapes = f"{len(group['params'])} tensors (shapes {shape_digest(group['params']):08x})"
+        by_group.append({**of_group, "parameters": shapes})
+    stated = {**facts, **{f"knob {knob.name}": knob.facts() for knob in knobs}, **held}
+    replicas.agree(stated, by_group=by_group, wait=wait or apart)
     return replicas
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, str]:
+    """The numbers, flags and words in a param group; of betas and the like each entry by itself."""
+    found = {}
+    for key, value in group.items():
+        entries = {f"{key}[{i}]": each for i, each in enumerate(value)} if isinstance(value, tuple) else {key: value}
+        for name, entry in entries.items():
+            if isinstance(entry, Tensor) and entry.numel() == 1 and not entry.is_meta:
+                entry = entry.item()
+            if entry is None or isinstance(entry, (Number, str)):
+                found[name] = str(entry)
+    return found
 
 
 def warn_if_alone(knobs: KnobSet, replicas: Replicas) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import _update_param_group_val
 
 from hdet.engine.rounds import RoundLoop
 from hdet.history import RoundRecord
@@ -134,6 +133,10 @@ class RoundScheduler:
 
     @property
     def _rounds(self) -> RoundLoop:
+        return self._take_up_new_groups()
+
+    def _take_up_new_groups(self) -> RoundLoop:
+        """The round loop, with param groups that have joined the optimizer since it was last asked for."""
         assert self._loop is not None
         if len(self.optimizer.param_groups) != len(self._loop.values.knob_of_group):
             take_up(self.optimizer, self._loop, self._first_lr)
@@ -244,5 +247,9 @@ def write_lr(group: dict[str, Any], value: float | Tensor) -> float | Tensor:
 
     Returns what is there now, a copy of a tensor.
     """
-    _update_param_group_val(group, "lr", value)
-    return group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]
+    lr = group["lr"]
+    if not isinstance(lr, Tensor):
+        group["lr"] = value
+        return value
+    lr.fill_(value.squeeze() if isinstance(value, Tensor) else value)  # a number may have been given as [0.1]
+    return lr.clone()

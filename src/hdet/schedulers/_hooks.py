@@ -28,7 +28,7 @@ def attach(scheduler: RoundScheduler, optimizer: Optimizer, loop: RoundLoop) -> 
         # Inside SequentialLR it may be another scheduler's turn; then its learning rates stand.
         nonlocal in_charge
         if (scheduler := this()) is not None:
-            assert scheduler._rounds  # param groups that have joined are taken up with what they were given
+            scheduler._take_up_new_groups()  # with what they were given, which the load replaces
             in_charge = scheduler._in_charge()
 
     def restore_own_lr(_: Optimizer) -> None:
@@ -73,6 +73,7 @@ def attach(scheduler: RoundScheduler, optimizer: Optimizer, loop: RoundLoop) -> 
     watches = averager.anchor is not None or averager.fallback is not None or loop.skip_nonfinite
     # A compiled step must not trace these: what they count would be compiled again in every step.
     if watches or loop.apart:
+        scheduler._habits.counts_updates = True
         optimizer.register_step_pre_hook(torch.compiler.disable(before_step))  # type: ignore[no-untyped-call]
     if loop.counts_updates:
         optimizer.register_step_post_hook(torch.compiler.disable(after_step))  # type: ignore[no-untyped-call]

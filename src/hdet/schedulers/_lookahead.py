@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from hdet.checks import number
+from hdet.checks import number, shown
 from hdet.policy.timing import constant_then_linear
 from hdet.schedulers._base import RoundScheduler
 from hdet.schedulers._torch_state import all_of
@@ -95,10 +95,20 @@ def length_of(schedule: LRScheduler) -> int | None:
     if isinstance(schedule, OneCycleLR):
         return schedule.total_steps
     if isinstance(schedule, CosineAnnealingLR):
-        return int(schedule.T_max)
+        return _steps_of(schedule, "T_max")
     if isinstance(schedule, PolynomialLR):
-        return int(schedule.total_iters)
+        return _steps_of(schedule, "total_iters")
     if isinstance(schedule, SequentialLR):
         last = length_of(schedule._schedulers[-1])
         return None if last is None else schedule._milestones[-1] + last
     return None
+
+
+def _steps_of(schedule: Any, name: str) -> int:
+    steps = number(value := getattr(schedule, name))
+    if math.isnan(steps):
+        raise ValueError(
+            f"{name} of {type(schedule).__name__} must be a finite number of steps where total_steps is not given, but "
+            f"got {name}={shown(value)}; pass total_steps=, the length of the run"
+        )
+    return int(steps)

@@ -147,6 +147,23 @@ def is_torchs(schedule: LRScheduler) -> bool:
     return all(type(each).__module__ == LRScheduler.__module__ for each in all_of(schedule))
 
 
+def facts_about(schedule: LRScheduler) -> dict[str, str]:
+    """The numbers of torch's own schedules, on which all ranks must agree; a user's own may hold what differs."""
+    facts: dict[str, str] = {}
+    for k, each in enumerate(all_of(schedule)):
+        name = type(each).__name__ if k == 0 else f"{type(each).__name__} {k}"
+        if type(each).__module__ == LRScheduler.__module__:
+            kept = {key: value for key, value in vars(each).items() if key in _FIELDS - _FLAGS - {"_last_lr"}}
+            facts |= {f"{name}.{key}": str(_plain(value)) for key, value in kept.items()}
+    return facts
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
+
+
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """New dicts and lists with the same entries: a user's schedule may hold a model, or a lock."""
     memo = {} if memo is None else memo

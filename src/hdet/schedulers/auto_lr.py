@@ -31,7 +31,7 @@ from hdet.schedulers._hooks import refuse_second
 from hdet.schedulers._learned_decay import WeightDecayChoice
 from hdet.schedulers._lookahead import check_schedule, constant_schedule, has_steps, length_of, shape_of
 from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version
-from hdet.schedulers._torch_state import is_plain
+from hdet.schedulers._torch_state import facts_about, is_plain
 from hdet.schedulers._wrapped import Wrapped
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
@@ -140,6 +140,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         beside = make_knobs(common, knobs)
         self._ceiling = Ceiling(max_lr, len(optimizer.param_groups))
         facts = {"schedule": type(schedule).__name__, "signal": signal, "max_lr": str(max_lr), **common.facts()}
+        facts |= facts_about(schedule)
         replicas = agree(common, beside, facts, spread=spread)
         warn_if_alone(beside, replicas)
         if kind == "loss" and replicas.count == 1:
@@ -202,6 +203,8 @@ class AutoLR(RoundScheduler, LRScheduler):
         with loop.lock:
             step = self._step + 1
             last = step == self.total_steps
+            if step > self.total_steps and (self._cooling is not None or not self._lr_given):
+                self._habits.past_end(step, self.total_steps)
             if wrapped.counter.last_epoch != wrapped.step or not self._left_alone():
                 self._look_closer(step)
             if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:

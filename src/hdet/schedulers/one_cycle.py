@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import OneCycleLR, _warn_get_lr_called_within_step
+from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet.controllers import PaperController
 from hdet.engine.saving import load_rounds, save_rounds
@@ -34,7 +34,7 @@ from hdet.schedulers._one_cycle_checks import (
 )
 from hdet.schedulers._one_cycle_state import from_torch, is_torchs_own, load_schedule, remember, save_schedule
 from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version
-from hdet.schedulers._torch_state import check_one_cycle_state
+from hdet.schedulers._torch_state import LRS, MOMENTA, check_one_cycle_state
 from hdet.signals.loss import Loss
 from hdet.signals.probe import Probe
 
@@ -149,7 +149,9 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
         torchs = {name: given[name] for name in _TORCHS}
         facts = {**common.facts(), **torchs, **{name: given[name] for name in AGREED}}
         del facts["optimizer"], facts["interval"]
-        replicas = agree(common, beside, facts, spread=spread, wait=False)
+        overwritten = {"lr"} if last_epoch >= 0 else {"lr", *LRS, *MOMENTA}
+        overwritten |= {"momentum", "betas[0]"} if cycle_momentum else set()
+        replicas = agree(common, beside, facts, spread=spread, wait=False, overwritten=overwritten)
         warn_if_alone(beside, replicas)
         if spread > 0 and replicas.count == 1:
             warnings.warn(
@@ -185,7 +187,9 @@ class OneCycleAutoLR(RoundScheduler, OneCycleLR):
 
     def get_lr(self) -> list[float | Tensor]:
         """This replica's learning rate of each param group: schedule x learned scale x multiplier. A pure read."""
-        _warn_get_lr_called_within_step(self)  # as torch does
+        if not self._get_lr_called_within_step:  # as torch does
+            message = "To get the last learning rate computed by the scheduler, please use `get_last_lr()`."
+            warnings.warn(message, UserWarning, stacklevel=2)
         lrs = self._torch_lrs(self.last_epoch) if self._schedule_lrs is None else self._schedule_lrs
         return list(lrs) if self._loop is None else self._loop.values.scaled(lrs)
 

@@ -175,10 +175,11 @@ class GradientSignal(Signal):
 
 
 @torch.no_grad()
-def drop_nonfinite(optimizer: Optimizer) -> None:
-    """Set all gradients to zero when any of them is not finite. On the device: nobody learns of it here.
+def drop_nonfinite(optimizer: Optimizer, replicas: Replicas | None = None) -> None:
+    """Set all gradients to zero when any of them is not finite. On the device: no host sync.
 
-    Where gradients are shared every rank has the same ones, so all decide alike without communicating.
+    ``replicas``: those that share gradients, which drop them together: one that breaks on one rank alone, after the
+    all-reduce, would otherwise part its weights from the others'. One all-reduce of a number; every rank must call it.
     """
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     values = [g._values() if g.is_sparse else g for g in gradients]
@@ -187,10 +188,21 @@ def drop_nonfinite(optimizer: Optimizer) -> None:
         kinds.setdefault((g.device, g.dtype), []).append(g)
     # The largest absolute value: unlike a sum of squares it is finite whenever all values are.
     fine = [torch.isfinite(torch.stack(torch._foreach_norm(found, math.inf))).all() for found in kinds.values()]
+    if replicas is not None and replicas.count > 1:
+        home = next((p.device for group in optimizer.param_groups for p in group["params"]), replicas.device)
+        fine = [~replicas.any_true(~_all_true(fine, home))]
     for (device, _), found in kinds.items():
-        broken = ~torch.stack([flag.to(device) for flag in fine]).all()
+        broken = ~_all_true(fine, device)
         for g in found:
             g.masked_fill_(broken, 0)
+
+
+def _all_true(flags: list[Tensor], device: torch.device) -> Tensor:
+    return (
+        torch.stack([flag.to(device) for flag in flags]).all()
+        if flags
+        else torch.ones((), dtype=torch.bool, device=device)
+    )
 
 
 def dot(displacement: Tensor, gradient: Tensor, columns: Columns | None, factor: float) -> Tensor:

@@ -28,6 +28,7 @@ from hdet.replicas.sharding import sharding
 from hdet.signals.base import Reading
 from hdet.signals.decay import DecayLearner
 from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, mean_and_error, unpack_samples
+from hdet.signals.loss import require_scalar
 from hdet.signals.probe import Probe, untouched
 from hdet.weights.anchor import Anchor
 
@@ -242,6 +243,8 @@ def probe_gradients(probe: Probe, model: nn.Module, parameters: Sequence[Tensor]
             if isinstance(module, nn.RNNBase) and not module.dropout:
                 module.training = True  # cuDNN's has no backward in evaluation mode, and does the same in both
         loss = probe()
+        if isinstance(loss, Tensor):
+            require_scalar(loss, "the loss that probe returns")
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise TypeError(
                 "probe must return a loss with a gradient where the learning rate is learned from it, but got "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hdet.checks import FloatArray
+from hdet.checks import FloatArray, shown
 from hdet.replicas.group import Replicas
 from hdet.signals.base import Reading, Signal
 
@@ -49,6 +50,8 @@ class LossMeter:
         # The everyday case first, in one operation: this runs in every step.
         plain = type(weight) is float and weight == 1.0
         if plain and type(loss) is Tensor and loss.dtype is torch.float32 and loss.dim() == 0:
+            if loss.is_meta or loss.layout is not torch.strided:
+                require_scalar(loss, "loss")
             if loss.is_cpu:  # there is nothing to wait for
                 self.total += loss.item()
             else:
@@ -68,18 +71,22 @@ class LossMeter:
                 f"loss must be a number or a tensor with one element, but got {type(loss).__name__}; "
                 "pass the scalar that is minimised, e.g. sum(losses.values()) for a dict"
             )
+        else:
+            loss = _as_float(loss, "loss")
+        if not isinstance(weight, Tensor):
+            weight = _as_float(weight, "weight")
         if isinstance(loss, Tensor):
             total = self._accumulator(loss.device)[0]
             total.add_(loss.to(total.dtype) * weight)
         elif isinstance(weight, Tensor):
             total = self._accumulator(weight.device)[0]
-            total.add_(weight.to(total.dtype) * float(loss))
+            total.add_(weight.to(total.dtype) * loss)
         else:
-            self.total += float(loss) * float(weight)
+            self.total += loss * weight
         if isinstance(weight, Tensor):
             self._accumulator(weight.device)[1].add_(weight)
         else:
-            self.weight += float(weight)
+            self.weight += weight
 
     def drain(self) -> tuple[float, float]:
         """Move what the devices hold into the host sums and return them. The one place that waits.
@@ -107,11 +114,33 @@ class LossMeter:
         return sums
 
 
-def _scalar(value: Tensor, name: str) -> Tensor:
+def require_scalar(value: Tensor, name: str) -> None:
+    """ValueError unless the tensor holds one number that can be read."""
     if value.numel() != 1:
         raise ValueError(
-            f"{name} must have one element, but got shape {tuple(value.shape)}; reduce it first, e.g. {name}.mean()"
+            f"{name} must have one element, but got shape {tuple(value.shape)}; reduce it first, e.g. loss.mean()"
         )
+    if value.is_meta:
+        raise ValueError(
+            f"{name} must be a tensor with a value, but got one on the meta device, which has none; compute it with "
+            "a model and data on a real device"
+        )
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, but got layout {value.layout}; pass loss.to_dense()")
+
+
+def _as_float(value: Any, name: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{name} must be a number that a float can hold, up to 1.8e308, but got {shown(value)}; divide it first, "
+            "or pass math.inf for a loss that has overflowed"
+        ) from None
+
+
+def _scalar(value: Tensor, name: str) -> Tensor:
+    require_scalar(value, name)
     if not value.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, but got dtype {value.dtype}")
     return (

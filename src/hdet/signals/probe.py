@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.checks import FloatArray, mapping_of, numbers_of, whole_of
 from hdet.replicas.group import Replicas
 from hdet.signals.base import Reading, Signal
-from hdet.signals.loss import Loss, LossMeter
+from hdet.signals.loss import Loss, LossMeter, require_scalar
 from hdet.weights.tail import Tail
 
 Probe = Callable[[], Loss]
@@ -111,7 +111,10 @@ def evaluate(probe: Probe, model: nn.Module | None) -> float:
     NaN where the loss is not finite.
     """
     with untouched(model), torch.no_grad():
-        loss = float(probe())
+        found = probe()
+        if isinstance(found, Tensor):
+            require_scalar(found, "the loss that probe returns")
+        loss = float(found)
     return loss if math.isfinite(loss) else math.nan
 
 

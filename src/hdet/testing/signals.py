@@ -105,22 +105,27 @@ def _numbers(reading: Reading) -> list[float]:
     return [float(value) for array in arrays for value in array]
 
 
+def _require(ok: object, message: str) -> None:
+    """As ``assert``, which ``python -O`` would leave out."""
+    if not ok:
+        raise AssertionError(message)
+
+
 def _check_silence(make: MakeSignal) -> None:
     training = _Training(make)
     training.share()
     _check_shapes(reading := training.signal.drain())
-    assert not np.isfinite(_numbers(reading)).any(), f"a round without a step must show nothing, but got {reading}"
+    _require(not np.isfinite(_numbers(reading)).any(), f"a round without a step must show nothing, but got {reading}")
 
 
 def _check_shapes(reading: Reading) -> None:
-    assert isinstance(reading, Reading), f"drain must return a Reading, but got {type(reading).__name__}"
+    _require(isinstance(reading, Reading), f"drain must return a Reading, but got {type(reading).__name__}")
     slopes = reading.slopes or ()
     for array, size in [(reading.losses, 1), *((s, GROUPS) for s in slopes)]:
         if array is not None:
             fine = isinstance(array, np.ndarray) and array.shape == (size,) and array.dtype == np.float64
-            assert fine, (
-                f"a reading must hold float64 arrays, one loss a replica and one slope a knob, but got {array!r}"
-            )
+            message = f"a reading must hold float64 arrays, one loss a replica and one slope a knob, but got {array!r}"
+            _require(fine, message)
 
 
 def _check_untouched(make: MakeSignal) -> None:
@@ -129,10 +134,12 @@ def _check_untouched(make: MakeSignal) -> None:
     training.backward()
     before = training.everything()
     training.signal.before_step(training.optimizer)
-    assert str(training.everything()) == str(before), "before_step must leave weights, gradients and state alone"
+    _require(str(training.everything()) == str(before), "before_step must leave weights, gradients and state alone")
     training.signal.measure(nullcontext())
     training.share()
-    assert str(training.everything()) == str(before), "measure and share must leave weights, gradients and state alone"
+    _require(
+        str(training.everything()) == str(before), "measure and share must leave weights, gradients and state alone"
+    )
 
 
 def _check_reading(make: MakeSignal) -> None:
@@ -141,7 +148,7 @@ def _check_reading(make: MakeSignal) -> None:
         training.train()
         _check_shapes(reading := training.read())
         fine = [math.isfinite(number) for number in _numbers(reading)]
-        assert False not in (fine or [False]), f"a round of finite steps must show finite numbers, but got {reading}"
+        _require(False not in (fine or [False]), f"a round of finite steps must show finite numbers, but got {reading}")
 
 
 def _check_sharing(make: MakeSignal) -> None:
@@ -151,7 +158,7 @@ def _check_sharing(make: MakeSignal) -> None:
     parted.share()
     parted.train(NUM_STEPS - 2)
     first, second = whole.read(), parted.read()
-    assert _same(first, second), f"sharing in mid-round must not change what it shows, but {first} became {second}"
+    _require(_same(first, second), f"sharing in mid-round must not change what it shows, but {first} became {second}")
 
 
 def _check_forgetting(make: MakeSignal) -> None:
@@ -160,7 +167,7 @@ def _check_forgetting(make: MakeSignal) -> None:
     training.share()
     training.signal.forget()
     reading = training.signal.drain()
-    assert not np.isfinite(_numbers(reading)).any(), f"a forgotten round must show nothing, but got {reading}"
+    _require(not np.isfinite(_numbers(reading)).any(), f"a forgotten round must show nothing, but got {reading}")
 
 
 def _check_saving(make: MakeSignal) -> None:
@@ -168,10 +175,10 @@ def _check_saving(make: MakeSignal) -> None:
     training.train(3)
     training.share()
     saved = training.signal.state_dict()
-    assert json.loads(json.dumps(saved)) == saved, f"a state must hold plain types, but got {saved!r}"
+    _require(json.loads(json.dumps(saved)) == saved, f"a state must hold plain types, but got {saved!r}")
     again.signal.check_state(saved)
     again.signal.load_state_dict(saved)
-    assert again.signal.state_dict() == saved, "a state that was loaded must be saved again as it was"
+    _require(again.signal.state_dict() == saved, "a state that was loaded must be saved again as it was")
     # The model and its optimizer are resumed by others; in both runs the losses go on.
     again.model.load_state_dict(training.model.state_dict())
     again.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
@@ -179,7 +186,7 @@ def _check_saving(make: MakeSignal) -> None:
     for each in (training, again):
         each.train(2)
     first, second = training.read(), again.read()
-    assert _same(first, second), f"a round continued from a state must show the same, but {first} became {second}"
+    _require(_same(first, second), f"a round continued from a state must show the same, but {first} became {second}")
 
 
 def _check_refusal(make: MakeSignal) -> None:
@@ -193,7 +200,7 @@ def _check_refusal(make: MakeSignal) -> None:
             try:
                 training.signal.check_state(bad)
             except (ValueError, KeyError):
-                assert training.signal.state_dict() == saved, "a state that is refused must change nothing"
+                _require(training.signal.state_dict() == saved, "a state that is refused must change nothing")
             else:
                 raise AssertionError(f"check_state must refuse {key}={value!r}")
 

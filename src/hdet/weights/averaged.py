@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -17,7 +16,7 @@ from hdet.checks import BoolArray
 from hdet.replicas.average import Buffers, is_healthy, mean_, memory_view
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import buffers_beside, shape_digest, trained_parameters
-from hdet.replicas.sharding import local_tensor
+from hdet.replicas.sharding import is_dtensor, local_tensor
 
 
 class Weights:
@@ -56,7 +55,7 @@ class Weights:
 
         It keeps the root module's until a backward pass, unless told otherwise, and would go on with old weights.
         """
-        if self.model is None or not any(isinstance(p, DTensor) for p in self.anchored()):
+        if self.model is None or not any(is_dtensor(p) for p in self.anchored()):
             return
         from torch.distributed.fsdp import FSDPModule  # loaded already where it is used, and slow to load where not
 

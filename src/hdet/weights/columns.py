@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from hdet.replicas.sharding import sharding
+from hdet.replicas.sharding import Sharding, sharding
 from hdet.weights.size import LARGE_MODEL, num_parameters
 
 SMALL_TENSOR = 4096
@@ -91,12 +89,14 @@ def columns_of(parameter: Tensor, stride: int) -> Columns | None:
     if stride == 1 or shape.numel() < SMALL_TENSOR:
         return None
     row = 0
-    cuts = [] if found is None else [p for p in found.placements if not isinstance(p, Replicate)]
+    cuts = [] if found is None else [p for p in found.placements if not p.is_replicate()]
     if found is not None and cuts:
+        from torch.distributed.tensor import Shard  # loaded already: a parameter lies on a mesh
+
         # The type itself: a strided shard of rows, which says that it equals a plain one, has other rows.
         if len(shape) == 1 or any(type(p) is not Shard or p.dim != 0 for p in cuts):
             return None
-        row = compute_local_shape_and_global_offset(shape, found.mesh, found.placements)[1][0]
+        row = _first_row(found)
     num_rows = shape[0] if len(shape) > 1 else 1
     width = shape.numel() // num_rows
     most = min(stride, width // 2)
@@ -104,3 +104,20 @@ def columns_of(parameter: Tensor, stride: int) -> Columns | None:
         return None
     # The last columns of a row may be in nobody's share: as few as a slightly smaller stride can leave.
     return Columns(num_rows, width, min(range(most, 3 * most // 4, -1), key=lambda s: width % s), row)
+
+
+def _first_row(found: Sharding) -> int:
+    """The index of the first row that this rank has of a parameter whose rows are cut along some mesh dimensions.
+
+    Each dimension cuts what those before it have left into chunks of equal size, of which the last ones may be empty.
+    """
+    coordinate = found.mesh.get_coordinate()
+    if coordinate is None:
+        return 0  # not on the mesh: it has no rows
+    first, num_rows = 0, found.shape[0]
+    for size, place, placement in zip(found.mesh.shape, coordinate, found.placements, strict=True):
+        if not placement.is_replicate():
+            chunk = -(-num_rows // size)
+            start = min(num_rows, chunk * place)
+            first, num_rows = first + start, min(chunk, num_rows - start)
+    return first

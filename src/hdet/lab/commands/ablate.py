@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from torch import Tensor, nn
 
+from hdet.checks import printable
 from hdet.command_line import UsageError, parse
 from hdet.lab.experiment import (
     Experiment,
@@ -158,7 +159,7 @@ def main(arguments: Sequence[str]) -> int:
     for table in tables:
         show(console, table)
     path = experiment.write_report(f"{options.task}: ablation", tables, [_chart(experiment, results)])
-    console.print(f"wrote {path}", soft_wrap=True, markup=False)
+    console.print(printable(f"wrote {path}"), soft_wrap=True, markup=False)
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from rich.console import Console
 
+from hdet.checks import printable
 from hdet.command_line import Options, UsageError, parse
 from hdet.lab.bench.runner import FAILED, Runner
 from hdet.lab.bench.suite import BY_NAME, DEFAULT_ENTRIES, METHODS, Entry, MethodName, jobs
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.out.is_dir():
             gather(options.out, options.records)
         for path in make_pages(options.records, options.docs):
-            console.print(f"wrote {path}", soft_wrap=True, markup=False)
+            console.print(printable(f"wrote {path}"), soft_wrap=True, markup=False)
         return 0
     if options.device == "cuda":
         torch.set_float32_matmul_precision("high")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast, get_args
 
+from hdet.checks import printable
 from hdet.command_line import parse
 from hdet.lab import baselines
 from hdet.lab.experiment import Experiment, LabOptions, final_loss, make_console, show
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         show(console, table)
     chart = compare_report.chart(records, options.grid())
     path = experiment.write_report(f"{options.task}, {options.optimizer}: comparison", tables, [chart])
-    console.print(f"wrote {path}", soft_wrap=True, markup=False)
+    console.print(printable(f"wrote {path}"), soft_wrap=True, markup=False)
     return 0
 
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from hdet.command_line import UsageError, parse
+from hdet.command_line import UsageError, parse, say
+from hdet.files import replace_file
 from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs import own
 from hdet.lab.runs.folder import CONFIG, RunRecord
@@ -45,7 +46,7 @@ class ReportOptions:
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit status."""
     options = parse(ReportOptions, "report", arguments)
-    print(f"wrote {write_report(options.runs, options.out)}")
+    say(f"wrote {write_report(options.runs, options.out)}")
     return 0
 
 
@@ -66,13 +67,15 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
         first = paths[0] if paths[0].name not in ("", "..") else paths[0].resolve()
         alone = first.stem if first.suffix == ".jsonl" else first.name
         out = first.with_name(f"{alone}-report") if len(paths) == 1 else first.parent / "report"
+        if out.is_symlink():
+            raise UsageError(f"--out must be given where a link is in the place of the report, but {out} is one")
     tasks = sorted({record.config["task"] for record in ours}) or [paths[0].name or paths[0].resolve().name]
     text, charts = compose(", ".join(tasks), groups)
     path = out / PAGE
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_pngs(charts, out)
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, lambda file: file.write(text.encode("utf-8")))
     except OSError as error:
         raise UsageError(f"--out must be a folder that can be written, but {out} cannot: {error.strerror}") from None
     return path

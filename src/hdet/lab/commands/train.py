@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from hdet.checks import shown, whole
-from hdet.command_line import UsageError, parse, torchrun_rank
+from hdet.checks import printable, shown, whole
+from hdet.command_line import FailedError, UsageError, parse, torchrun_rank
 from hdet.lab.recipes import make_torch_optimizer
 from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs import provenance
@@ -47,6 +47,8 @@ class TrainOptions(Settings):
     """New folder for the run; default runs/TASK-METHOD-LR-sSEED-TIME."""
     resume: Path | None = None
     """Folder of an unfinished run to continue with its own settings."""
+    yes: bool = False
+    """Resume a run that was not started in this folder by this user, without asking."""
     json: bool = False
     """Print the result as JSON, and no progress."""
 
@@ -66,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     stored = None if folder is None else TrainOptions(**vars(from_dict(_unfinished(folder).config)))
     options = parse(TrainOptions, "train", arguments, default=stored)
     options.check()
+    if folder is not None and not options.yes:
+        _require_consent(folder, options)
     torchrun = torchrun_rank(options.replicas)
     if torchrun is not None:
         return _main_under_torchrun(options, *torchrun)
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         with RunBar(console, options.task, job.settings.steps or 1, quiet=options.json) as bar:
             end = run(job, bar)
     except ReplicaError as error:
-        print(f"{error}\n{_go_on(job)}", file=sys.stderr)
+        print(f"{error}\n{printable(_go_on(job))}", file=sys.stderr)
         return 1
     return _tell(job, end, console, as_json=options.json)
 
@@ -127,6 +131,9 @@ def run(job: Job, bar: RunBar) -> dict[str, Any]:
             said = [re.search(rf"{UsageError.__name__}: (.+)\s*$", text) for text in error.errors.values()]
             if said and all(said):  # what the user can fix, on every replica that failed
                 raise UsageError(said[0][1]) from None  # type: ignore[index]
+            for text in error.errors.values():  # the others have only lost the one that failed
+                if failed := re.search(rf"{FailedError.__name__}: (.+)\s*$", text):
+                    raise FailedError(failed[1]) from None
             raise
     end: dict[str, Any] = ends[0]
     return end
@@ -219,7 +226,24 @@ def _unfinished(folder: Path) -> run_folder.RunRecord:
         raise UsageError(f"--resume must name an unfinished run, but {folder} is {record.status}; start a new one")
     if not os.path.exists(folder / run_folder.CHECKPOINT):
         raise UsageError(f"--resume needs a checkpoint, but {folder} ended before its first; start a new run")
+    run_folder.refuse_links(folder)
     return record
+
+
+def _require_consent(folder: Path, options: TrainOptions) -> None:
+    """Ask before a run from elsewhere is continued: its files say what is fetched, read, started and written."""
+    if run_folder.is_own(_unfinished(folder)):
+        return
+    does = (
+        f"{folder} was not started here by you. To resume it starts {options.replicas or 1} processes on "
+        f"{options.device} that train {options.task} up to step {options.steps}, reads the task's data from "
+        f"{options.data}, downloads what is missing there, and writes into {folder}"
+    )
+    if "RANK" in os.environ or not sys.stdin.isatty():
+        raise UsageError(f"{does}; pass --yes to go ahead")
+    print(f"{printable(does)}.", file=sys.stderr)
+    if input("Go ahead? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UsageError(f"{folder} was left alone; pass --yes to go ahead without being asked")
 
 
 def _check_unchanged(settings: Settings, data_sha256: str, folder: Path) -> None:
@@ -289,13 +313,12 @@ def _tell(job: Job, end: dict[str, Any], console: Console, *, as_json: bool) -> 
     if as_json:
         print(json.dumps({"folder": str(job.folder), **end}))
     if end["status"] == "stopped":
-        print(f"stopped at step {end['step']} of {job.settings.steps}; {_go_on(job)}", file=sys.stderr)
+        print(f"stopped at step {end['step']} of {job.settings.steps}; {printable(_go_on(job))}", file=sys.stderr)
         return _STATUS["stopped"]
     if end["status"] == "diverged":
         broke = f"the model broke at step {end['step']}: {end.get('error', 'its loss is not finite')}"
         console.print(broke, soft_wrap=True, markup=False)
     figures = ", ".join(f"{name} {value:.4f}" for name, value in end["validation"].items() if value is not None)
-    console.print(
-        f"validation: {figures or 'none'}; {end['time_s']:.0f} s; in {job.folder}", soft_wrap=True, markup=False
-    )
+    told = printable(f"validation: {figures or 'none'}; {end['time_s']:.0f} s; in {job.folder}")
+    console.print(told, soft_wrap=True, markup=False)
     return _STATUS[end["status"]]

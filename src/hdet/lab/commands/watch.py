@@ -23,6 +23,8 @@ from hdet.reports.run import mean_loss
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 60
+MAX_GROUPS = 20
+"""More would not fit on a screen."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,10 @@ def _numbers(record: RunRecord) -> Table:
     add("loss", f"{losses[-1]:.4f}", sparkline(losses))
     if len(last["losses"]) > 1:
         add("by replica", _row(last["losses"], ".4f"))
-    for name, values in zip(record.facts["groups"], last["values"], strict=False):
+    for name, values in zip(record.facts["groups"][:MAX_GROUPS], last["values"], strict=False):
         add(f"lr {name}", _row(values, ".3g"))
+    if (left := len(last["values"]) - MAX_GROUPS) > 0:
+        add("lr", f"of {left:,} more param groups")
     scales = [math.log(scale) for entry in record.rounds if (scale := entry["scales"][0] or 0.0) > 0]
     add("scale", _row(last["scales"], ".3g"), sparkline(scales))
     for name, knob in last.get("knobs", {}).items():
@@ -118,7 +122,11 @@ def sparkline(values: Sequence[float | None], width: int = 40) -> str:
         return "x" * len(shown)
     low, high = min(finite), max(finite)
     step = high / (len(BARS) - 1) - low / (len(BARS) - 1) or 1.0  # each alone: their difference may overflow
-    return "".join(BARS[round(value / step - low / step)] if math.isfinite(value) else "x" for value in shown)
+
+    def bar(value: float) -> str:
+        return BARS[round(min(max(value / step - low / step, 0), len(BARS) - 1))] if math.isfinite(value) else "x"
+
+    return "".join(map(bar, shown))
 
 
 def _row(numbers: Sequence[float | None], form: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 
 from hdet.checks import number, shown
-from hdet.command_line import UsageError
-from hdet.lab.runs.rules import check_entry, check_facts
+from hdet.command_line import FailedError, UsageError
+from hdet.files import MAX_BYTES, open_regular, read_text, replace_file
+from hdet.lab.runs.rules import check_entry, check_facts, parse
 from hdet.sinks import append_line
 
 CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.jsonl", "checkpoint.pt"
+MAX_CONFIG_BYTES = 2**24
 KEYS = ("step", "time_s", "model", "optimizer", "scheduler")
 
 
@@ -55,8 +58,9 @@ class RunRecord:
 def create(folder: Path, facts: Mapping[str, Any]) -> None:
     """A new run folder; one that exists is refused."""
     make_folder(folder, f", or continue it with --resume {folder}")
+    facts = {**facts, "folder_id": folder_id(folder)}
     _replace(folder / CONFIG, (json.dumps(plain(facts), indent=2, allow_nan=False) + "\n").encode())
-    (folder / METRICS).touch()
+    _replace(folder / METRICS, b"")
 
 
 def make_folder(folder: Path, remedy: str = "") -> None:
@@ -72,9 +76,9 @@ def make_folder(folder: Path, remedy: str = "") -> None:
 def read(folder: Path | str) -> RunRecord:
     """Read a run folder, also while the run is still training."""
     folder = Path(folder)
-    text = _text(folder / CONFIG)
+    text = _text(folder / CONFIG, MAX_CONFIG_BYTES)
     try:
-        facts = _parse(text)
+        facts = parse(text)
         check_facts(facts)
     except ValueError as error:
         raise UsageError(f"{folder / CONFIG} cannot be used: {error}; start a new run") from None
@@ -103,7 +107,7 @@ def _entries(folder: Path, facts: Mapping[str, Any]) -> list[tuple[str, dict[str
     found = []
     for count, line in enumerate(_text(folder / METRICS).split("\n")[:-1], 1):
         try:
-            entry = _parse(line)
+            entry = parse(line)
             check_entry(entry, facts)
         except ValueError as error:
             raise UsageError(
@@ -113,12 +117,10 @@ def _entries(folder: Path, facts: Mapping[str, Any]) -> list[tuple[str, dict[str
     return found
 
 
-def _text(path: Path) -> str:
-    """What a file says. UsageError where it cannot be read: a device or a pipe is not even opened."""
+def _text(path: Path, most: int = MAX_BYTES) -> str:
+    """What a file says. UsageError where it cannot be read."""
     try:
-        if os.path.exists(path) and not path.is_file():
-            raise OSError("it is not a file")
-        return path.read_text(encoding="utf-8")
+        return read_text(path, most)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(
@@ -127,26 +129,57 @@ def _text(path: Path) -> str:
         ) from None
 
 
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it must be JSON, but got {shown(text)} ({error})") from None
+def folder_id(folder: Path) -> str:
+    """What a folder is told by on its file system: a copy of it, unpacked or moved elsewhere, has another."""
+    return str(folder.stat().st_ino)
+
+
+def is_own(record: RunRecord) -> bool:
+    """Whether this user has begun the run in this very folder."""
+    user = os.geteuid() if hasattr(os, "geteuid") else None
+    own = user is None or record.folder.stat().st_uid == user
+    return own and record.facts.get("folder_id") == folder_id(record.folder)
+
+
+def refuse_links(folder: Path) -> None:
+    """UsageError where a run that is continued would be written through a link."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink():
+            raise UsageError(f"a run that is continued must not hold links, but {path} is one; put the file there")
 
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the checkpoint; whenever the power fails, the old one or the new one is there."""
-    path = folder / f"{CHECKPOINT}.new"
-    torch.save(dict(state), path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    path.replace(folder / CHECKPOINT)
+    """Write the checkpoint; whenever the power or the disk fails, the old one or the new one is there."""
+    path = folder / CHECKPOINT
+    try:
+        replace_file(path, lambda file: torch.save(dict(state), file))
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError) and "PytorchStreamWriter" not in str(error):
+            raise
+        reason = getattr(cause, "strerror", None) or "the file could not be written"
+        kept = f"that of step {step} is intact" if (step := _step_of(path)) else "there is none before it"
+        remedy = f"continue with: hdet train --resume {shlex.quote(str(folder))}" if step else "start a new run"
+        raise FailedError(
+            f"the checkpoint of step {state['step']} cannot be written into {folder} ({reason}); "
+            f"{kept}. Make room, and {remedy}"
+        ) from None
+
+
+def _step_of(path: Path) -> int:
+    """Of a checkpoint; 0 where there is none."""
+    try:
+        with open_regular(path, math.inf) as file:
+            return int(torch.load(file, map_location="cpu", weights_only=True)["step"])
+    except Exception:
+        return 0
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The checkpoint, on the host. UsageError where it is broken; nothing in it is ever run."""
     try:
-        state: Any = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
+        with open_regular(folder / CHECKPOINT, math.inf) as file:
+            state: Any = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a dozen types
         reason = str(error).strip().split("\n")[0].split(". ")[0]
         raise UsageError(
@@ -174,6 +207,7 @@ def plain(value: Any) -> Any:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_bytes(content)
-    new.replace(path)
+    try:
+        replace_file(path, lambda file: file.write(content))
+    except OSError as error:
+        raise FailedError(f"{path} cannot be written ({error.strerror or error}); make room, and try again") from None

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hdet.checks import shown, whole
+from hdet.checks import whole
 from hdet.command_line import UsageError
-from hdet.lab.runs.rules import check_record
+from hdet.files import open_regular, read_text, require_regular
+from hdet.lab.runs.rules import check_record, count_of, parse
 from hdet.reports.run import Run
 
 DEPTH = 3
 """Folders below the one that is named in which records are looked for."""
 EVENTS = "tfevents"
+MAX_EVENT_BYTES = 2**32
+"""Of an event file, which may hold images too."""
+LAST_YEAR_S = 253_402_300_800.0
+"""A time from here on is in no year that a date can have."""
 
 
 def find(folder: Path) -> list[Path]:
@@ -32,7 +38,7 @@ def find(folder: Path) -> list[Path]:
 def read(path: Path) -> list[Run]:
     """The runs of a file of JSON lines, which may hold several one after another, or of TensorBoard's events."""
     if path.is_dir() or EVENTS in path.name:
-        rounds, groups = _rounds_of(_tags(path))
+        rounds, groups = _rounds_of(path, _tags(path))
         return [_run(path, path.name or path.resolve().name, rounds, groups)] if rounds else []
     parts = _split(_records(path))
     names = [path.name] if len(parts) == 1 else [f"{path.name}, run {k}" for k in range(1, len(parts) + 1)]
@@ -42,14 +48,14 @@ def read(path: Path) -> list[Run]:
 def _records(path: Path) -> list[dict[str, Any]]:
     """The records of a file; a last line that is cut is still being written."""
     try:
-        *lines, last = path.read_text(encoding="utf-8").split("\n")
+        *lines, last = read_text(path).split("\n")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UsageError(f"RUN must be a file of records, but {path} cannot be read ({reason})") from None
     found = []
     for count, line in enumerate([*lines, last], 1):
         try:
-            entry = _parse(line)
+            entry = parse(line)
         except ValueError as error:
             if count > len(lines):
                 break
@@ -66,18 +72,11 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _parse(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it must be JSON, but got {shown(line)} ({error})") from None
-
-
 def _holds_records(path: Path) -> bool:
     """Whether the first line is a sink's record: a folder may hold other lines, and those of a broken run folder."""
     try:
-        with path.open(encoding="utf-8") as file:
-            entry = _parse(file.readline(1_000_000))
+        with open_regular(path) as file:
+            entry = parse(file.readline(10_000_000).decode("utf-8"))
     except (OSError, ValueError):
         return False
     return (
@@ -99,6 +98,11 @@ def _split(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def _tags(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Steps and values of every scalar that a TensorBoardSink has written to a file or a folder."""
+    for file in [path] if not path.is_dir() else [each for each in sorted(path.iterdir()) if EVENTS in each.name]:
+        try:
+            require_regular(file, MAX_EVENT_BYTES)  # TensorBoard opens all of them, and would wait for a pipe
+        except OSError as error:
+            raise UsageError(f"{file} cannot be used: {error.strerror or error}; remove it") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that TensorBoard imports
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -111,7 +115,7 @@ def _tags(path: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag.removeprefix("hdet/"): [(e.step, e.value) for e in events.Scalars(tag)] for tag in tags}
 
 
-def _rounds_of(tags: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[list[dict[str, Any]], list[str]]:
+def _rounds_of(path: Path, tags: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Records as far as scalars tell, and the names of the param groups."""
     values = {tag: dict(series) for tag, series in tags.items()}  # of a repeated step the last counts
     steps: list[int] = []
@@ -123,32 +127,49 @@ def _rounds_of(tags: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[list[di
     knobs = [tag[5:-5] for tag in tags if re.fullmatch(r"knob/.+/base", tag, re.DOTALL)]
     keys = {tag.split("/")[1] for tag in tags if tag.startswith("control/")}
 
+    numbered = Counter(re.sub("[0-9]+$", "", tag) for tag in tags if re.search("[0-9]$", tag))
+
     def row(prefix: str, step: int) -> list[float | None]:
-        count = sum(tag.startswith(prefix) and tag[len(prefix) :].isdecimal() for tag in tags)
-        return [values.get(f"{prefix}{r}", {}).get(step) for r in range(count)]
+        return [finite(f"{prefix}{r}", step) for r in range(numbered[prefix])]
 
     def one(tag: str, step: int) -> float | None:
         return values.get(tag, {}).get(step)
 
-    found = []
-    for step in steps:
+    def finite(tag: str, step: int) -> float | None:
+        found = one(tag, step)
+        return found if found is not None and math.isfinite(found) else None
+
+    def entry_at(step: int) -> dict[str, Any]:
+        losses = row("loss/replica", step) or [None]
         control = {key: row(f"control/{key}/", step) for key in sorted(keys)}
-        entry: dict[str, Any] = {
+        entry = {
             "step": step,
-            "index": int(one("round", step) or 0),
-            "losses": row("loss/replica", step) or [None],
+            "index": count_of(one("round", step), "round"),
+            "losses": losses,
             "values": [row(f"lr/{name}/replica", step) for name in groups],
-            "base_values": [one(f"lr/{name}/base", step) for name in groups],
+            "base_values": [finite(f"lr/{name}/base", step) for name in groups],
             "scales": row("scale/", step) or [None],
             "control": {key: numbers for key, numbers in control.items() if any(n is not None for n in numbers)},
-            "unhealthy": list(range(int(one("unhealthy", step) or 0))),
-            "quarantined": list(range(int(one("quarantined", step) or 0))),
-            "num_rollbacks": int(one("rollbacks", step) or 0),
-            "distance": one("distance", step),
+            "unhealthy": list(range(count_of(one("unhealthy", step), "unhealthy", len(losses)))),
+            "quarantined": list(range(count_of(one("quarantined", step), "quarantined", len(losses)))),
+            "num_rollbacks": count_of(one("rollbacks", step), "rollbacks"),
+            "distance": finite("distance", step),
             "knobs": {
-                n: {"base": one(f"knob/{n}/base", step), "values": row(f"knob/{n}/replica", step)} for n in knobs
+                n: {"base": finite(f"knob/{n}/base", step), "values": row(f"knob/{n}/replica", step) or [None]}
+                for n in knobs
             },
         }
+        check_record(entry)
+        return entry
+
+    found = []
+    for step in steps:
+        try:
+            entry = entry_at(step)
+        except ValueError as error:
+            raise UsageError(
+                f"{path} cannot be used: step {step}: {error}; it must be what a TensorBoardSink writes"
+            ) from None
         if any(value is not None for value in (*entry["losses"], *entry["base_values"])):
             found.append(entry)  # of one that is being written, the rest is still to come
     return found, groups
@@ -158,10 +179,9 @@ def _run(path: Path, name: str, rounds: list[dict[str, Any]], names: Sequence[st
     count = max(len(entry["base_values"]) for entry in rounds)
     groups = [*names, *(f"group{k}" for k in range(len(names), count))]
     first, last = rounds[0], rounds[-1]
-    written = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)
     config = {
         "records": str(path),
-        "last written": f"{written:%Y-%m-%d %H:%M} UTC",
+        "last written": _when(path.stat().st_mtime),
         "rounds": f"{whole(first['index'])} to {whole(last['index'])}",
         "steps of a round": rounds[1]["step"] - first["step"] if len(rounds) > 1 else first["step"],
         "replicas": len(last["losses"]),
@@ -169,3 +189,9 @@ def _run(path: Path, name: str, rounds: list[dict[str, Any]], names: Sequence[st
         "knobs": list(last.get("knobs", {})),
     }
     return Run(name, rounds, groups, facts={"config": config})
+
+
+def _when(time_s: float) -> str:
+    if not 0 <= time_s < LAST_YEAR_S:
+        return "not known"
+    return f"{datetime.fromtimestamp(time_s, timezone.utc):%Y-%m-%d %H:%M} UTC"

@@ -1,14 +1,35 @@
-"""What the files of a run folder may hold. The first value that breaks its rule is named in a ValueError."""
+"""What the files of a run may hold. The first value that breaks its rule is named in a ValueError."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hdet.checks import number, shown, whole
+from hdet.checks import LARGEST, number, shown, whole
 
 Rule = tuple[str, Callable[[Any], bool]]
+
+
+def parse(text: str) -> Any:
+    """What a JSON text says. Every number in it is finite, and an integer one that can be counted to."""
+    try:
+        return json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=_parse_float)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it must be JSON, but got {shown(text)} ({error})") from None
+
+
+def _parse_float(text: str) -> float:
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"numbers must be finite, but got {shown(text)}")
+    return found
+
+
+def _parse_int(text: str) -> float:
+    found = _parse_float(text)  # first: Python refuses to read thousands of digits as an integer
+    return exact if abs(exact := int(text)) <= LARGEST else found
 
 
 def _is_number(value: Any) -> bool:
@@ -111,6 +132,14 @@ def check_record(entry: Any) -> None:
         raise ValueError(f"it must be an object, but got {shown(entry)}")
     _check(entry, OWN)
     _check_maybe(entry)
+
+
+def count_of(value: float | None, name: str, most: float = LARGEST) -> int:
+    """A count that an event file holds as a float; 0 where it holds none."""
+    found = number(0.0 if value is None else value)
+    if not 0 <= found <= most or found % 1:
+        raise ValueError(f"{name} must be an integer from 0 to {most}, but got {shown(value)}")
+    return int(found)
 
 
 def _check_maybe(entry: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet import AutoLR, OneCycleAutoLR
-from hdet.command_line import UsageError
+from hdet.command_line import FailedError, UsageError
 from hdet.lab.recipes import make_torch_optimizer
 from hdet.lab.runs import folder as run_folder
 from hdet.lab.runs.settings import Settings, make_scheduler, open_task
@@ -65,7 +65,7 @@ class _Run:
         self.wrapped: nn.Module = DistributedDataParallel(self.model) if self.is_distributed else self.model
         self.optimizer = make_torch_optimizer(settings.optimizer, settings.lr, self.task, self.model)
         self.scheduler = make_scheduler(settings, self.optimizer, self.model, self._make_probe())
-        self.board = _Board(folder) if self.rank == 0 else None
+        self.board = _make_board(folder) if self.rank == 0 else None
         self.total: Tensor = torch.zeros((), dtype=torch.float64, device=self.device)
         self.before_s = 0.0
         self.warned = False
@@ -269,6 +269,13 @@ class _Board:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def _make_board(folder: Path) -> _Board:
+    try:
+        return _Board(folder)
+    except OSError as error:
+        raise FailedError(f"events cannot be written into {folder} ({error.strerror or error}); make room") from None
 
 
 def cannot_continue(folder: Path, error: Exception) -> UsageError:
