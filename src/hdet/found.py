@@ -21,15 +21,13 @@ FORMAT = "hdet.Found 1"
 
 @dataclass(frozen=True)
 class Found:
-    """The learning rates of a run, from the end of its climb on; ``scheduler.found()`` returns it.
+    """The learning rates of a run; ``scheduler.found()`` returns it.
 
     Attributes:
         names: of the param groups.
         steps: optimizer steps of the run, in rising order.
         lrs: ``lrs[i][k]``, the learning rate of param group k after ``steps[i]``; NaN before it joined.
         total_steps: of the run; None while nobody knows.
-        climb_steps: steps that the climb took, and that were undone; 0 where there was none.
-        why: the climb was over, in plain English; empty where there was none, or it is not over.
         weight_decays: where it was learned, the last weight decay of each param group; nothing otherwise.
         worse_since: step at which held-out loss was lowest, where it has been above that beyond doubt at the end; None
             where it has not, or there was no probe. Training could have ended there.
@@ -47,8 +45,6 @@ class Found:
     steps: tuple[int, ...]
     lrs: tuple[tuple[float, ...], ...]
     total_steps: int | None = None
-    climb_steps: int = 0
-    why: str = ""
     weight_decays: tuple[float, ...] = ()
     worse_since: int | None = None
 
@@ -59,7 +55,7 @@ class Found:
 
     def __str__(self) -> str:
         if not self.lrs:
-            return "nothing yet: the climb is not over" if not self.why else "nothing yet"
+            return "nothing yet: no round has ended"
         peaks, at = self.peak_lrs, self.steps[int(np.nanargmax(np.array(self.lrs)[:, 0]))]
         of = "" if self.total_steps is None else f" of {self.total_steps}"
         same = len(set(peaks)) == 1
@@ -67,8 +63,6 @@ class Found:
         if not same:
             by_name = ", ".join(f"{name} {peak:.3g}" for name, peak in zip(self.names, peaks, strict=True))
             text = f"peak learning rates {by_name}; the first at step {at}{of}"
-        if self.climb_steps:
-            text += f"; the climb took {self.climb_steps} steps and ended because {self.why}"
         if self.weight_decays:
             text += "; weight decay " + " ".join(dict.fromkeys(f"{value:.3g}" for value in self.weight_decays))
         if self.worse_since is not None:
@@ -78,8 +72,8 @@ class Found:
     def as_schedule(self, optimizer: Optimizer, total_steps: int | None = None) -> LambdaLR:
         """A plain LambdaLR that gives ``optimizer`` these learning rates again, from its first step on.
 
-        The steps of the climb, which were undone, are left out, and between the points that are known values lie on a
-        line. The optimizer's own learning rates are overwritten; its weight decay is left alone.
+        Between the points that are known, values lie on a line. The optimizer's own learning rates are overwritten; its
+        weight decay is left alone.
 
         Args:
             optimizer: with as many param groups.
@@ -127,8 +121,6 @@ class Found:
                 tuple(int(step) for step in steps),
                 tuple(tuple(row) for row in lrs.tolist()),
                 None if total is None else whole_of(total, "total_steps"),
-                whole_of(data["climb_steps"], "climb_steps"),
-                str(data["why"]),
                 tuple(numbers_of(data.get("weight_decays", []), "weight_decays", None, low=0).tolist()),
                 None if worse is None else whole_of(worse, "worse_since"),
             )

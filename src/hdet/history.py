@@ -81,9 +81,9 @@ class RoundRecord:
             ``"none"``: they are equal, or the round was undone.
         num_updates: calls of each replica's optimizer in the round; a step that a GradScaler skips is none. Empty in a
             run without a process group.
-        phase: what the learning rates were doing: in the ``"climb"``, finding their ``"level"``, on ``"hold"`` for the
-            rest of the run, or ``""``.
-        events: what was done to the run in this round, in plain English: a restart after the climb, a rollback.
+        phase: what the learning rates were doing: in their ``"warm-up"``, finding their ``"level"``, on ``"hold"``
+            for the rest of the run, or ``""``.
+        events: what was done to the run in this round, in plain English, as a rollback.
         held_out: what held-out data show of the learning rate, where ``probe=`` is asked about it; None otherwise.
         resumed_from: in the first round after a resume with another number of replicas, how many there were before.
     """
@@ -140,8 +140,8 @@ class RoundRecord:
                 tuple((value * verdict.scales[k] * verdict.multipliers[k]).tolist())
                 for value, k in zip(schedule, groups, strict=True)
             ),
-            base_values=tuple((schedule * steering.scales[groups]).tolist()),
-            scales=tuple(steering.scales[: steering.num_lrs].tolist()),
+            base_values=tuple((schedule * steering.effective[groups]).tolist()),
+            scales=tuple(steering.effective[: steering.num_lrs].tolist()),
             control=dict(verdict.looked.lrs),
             unhealthy=tuple(np.flatnonzero(~verdict.finite).tolist()),
             quarantined=tuple(np.flatnonzero(verdict.quarantined).tolist()),

@@ -44,23 +44,20 @@ class Adapt(_Options):
     rate are those of ``knobs.LearningRate``.
 
     Attributes:
-        controller: what moves the base values; default an ``EvidenceController`` tuned to the signal, in Explorer a
-            ``JointController``. A ``PaperController`` gives the paper's softmax.
+        controller: what moves the base values; default a ``LevelController`` with the gradient signal, an
+            ``EvidenceController`` with the loss signal, in Explorer a ``JointController``. A ``PaperController`` gives
+            the paper's softmax.
         spread: alpha in (0, 1) of the fan-out, with ``signal="loss"``.
         anchor: from where effects are measured: the ``"start"`` of the run, the last ``"round"``, or renewed every so
             many rounds. A copy of the weights.
         groups: one scale for all param groups (``"together"``), or one for ``"each"``; or, with the gradient signal,
             ``"auto"``: one level for all, from which a group parts as far as its slope differs from the others' beyond
             doubt.
-        climb: whether the run first finds its learning rate, in some tens of steps that are then undone (Eq. 14);
-            default with the gradient signal, at the start of a run of 200 steps or more (100 where no schedule is
-            given), unless ``controller``, ``gated`` or ``first_scale`` is given.
-        gated: whether the schedule's warm-up needs evidence; default in a run of at least 50 rounds. A climb takes the
-            warm-up's place.
-        first_scale: where the scale starts without a climb; default 0.03 with the gradient signal and 0.2 with the loss
-            signal; 1 in a run of fewer than 50 rounds. A start below 1 is what makes a schedule far too high harmless.
+        level: whether the run finds its first learning rate from the size of its updates (Eq. 16), while it warms up.
+            Default at the start of a run, unless ``controller`` is given; a schedule's peak is then a hint, which is
+            followed where it is within a factor of 8. With False learning rates start as they are given.
         start_steps: steps before base values may move; default a fiftieth of ``total_steps`` where they are known,
-            else 0; none after a climb.
+            else 0; none where the level is found.
         hold_share: share of ``total_steps`` at the end in which the scale holds still; default with the gradient signal
             the schedule's final decay where that is a late one, else a fifth, with the loss signal a twentieth.
         shape: what becomes of the schedule's shape. ``"free"``: the scale moves until the final decay, and the learning
@@ -68,8 +65,8 @@ class Adapt(_Options):
             length is unknown); from there on the schedule is followed exactly, unless a round has to be undone.
             Default with the gradient signal ``"keep"`` where the schedule has steps or periods (StepLR, MultiStepLR,
             CyclicLR, CosineAnnealingWarmRestarts, and any around one of them), else ``"free"``; ``"free"`` where
-            ``controller``, ``hold_share``, ``gated``, ``first_scale`` or ``climb=False`` is given.
-        bounds: the scale stays inside.
+            ``controller``, ``hold_share`` or ``level=False`` is given.
+        bounds: the scale stays inside, relative to where it starts.
         sample_every: steps between samples of the gradient signal; default every step, at most 64 a round; with more
             than ten million parameters every eighth step, or as often as four samples a round need.
         assignment: how replicas share out the values of several knobs: ``"balanced"``, as orthogonal as their number
@@ -88,9 +85,7 @@ class Adapt(_Options):
     spread: float = 0.1
     anchor: AnchorChoice = "start"
     groups: Groups = "together"
-    climb: bool | None = None
-    gated: bool | None = None
-    first_scale: float | None = None
+    level: bool | None = None
     start_steps: int | None = None
     hold_share: float | None = None
     shape: Shape | None = None
@@ -107,10 +102,7 @@ class Adapt(_Options):
         anchored = self.anchor in ("start", "round") if isinstance(self.anchor, str) else whole(self.anchor) >= 1
         require(anchored, "anchor", '"start", "round" or a number of rounds >= 1', self.anchor)
         require_one_of("groups", self.groups, "together", "each", "auto")
-        require(self.climb is None or is_flag(self.climb), "climb", "None, True or False", self.climb)
-        require(self.gated is None or is_flag(self.gated), "gated", "None, True or False", self.gated)
-        fine = self.first_scale is None or number(self.first_scale) > 0
-        require(fine, "first_scale", "a finite number > 0", self.first_scale)
+        require(self.level is None or is_flag(self.level), "level", "None, True or False", self.level)
         fine = self.start_steps is None or whole(self.start_steps) >= 0
         require(fine, "start_steps", "an integer >= 0", self.start_steps)
         fine = self.hold_share is None or 0 <= number(self.hold_share) < 1

@@ -18,7 +18,12 @@ class Evidence(NamedTuple):
         multipliers: what each knob (row) was multiplied by on each replica (column), shape (K, N).
         slopes: derivative of the loss over the logarithm of each knob, and its standard error, both of shape (K,),
             where the signal measures it directly; NaN where it could not.
-        risen: by how much the schedule's warm-up has raised the logarithm of each knob in this round, shape (K,).
+        in_warmup: whether the schedule's own warm-up has raised the learning rates in this round: nothing else should.
+        elapsed: by how much the logarithm of the time since the start has grown in this round.
+        start: mean loss before training, and the standard error of its difference from the losses of a round; None
+            where no losses are known.
+        update: size of an update, relative to that of the weights; None where it was not measured.
+        level: what the scales started from.
         progress: share of the time in which base values may move that has passed; None where nobody knows its length.
         whole: slope over the logarithm of all knobs at once, and its standard error, where that was measured.
         scales: where each knob's learned scale stands, shape (K,).
@@ -29,7 +34,11 @@ class Evidence(NamedTuple):
     losses: FloatArray
     multipliers: FloatArray
     slopes: tuple[FloatArray, FloatArray] | None = None
-    risen: FloatArray | None = None
+    in_warmup: bool = False
+    elapsed: float = 0.0
+    start: tuple[float, float] | None = None
+    update: float | None = None
+    level: float = 1.0
     progress: float | None = None
     whole: tuple[float, float] | None = None
     scales: FloatArray | None = None
@@ -42,13 +51,10 @@ class Decision(NamedTuple):
     Attributes:
         factors: what to multiply each knob's base value by, shape (K,). Positive and finite.
         info: named numbers for the history.
-        openness: share in [0, 1] of a schedule's own rise that the evidence lets through (Eq. 13), shape (K,); None
-            where the controller has no opinion.
     """
 
     factors: FloatArray
     info: Mapping[str, tuple[float, ...]]
-    openness: FloatArray | None = None
 
 
 class Controller(Protocol):

@@ -87,13 +87,11 @@ class GroupController:
         if evidence.slopes is None or evidence.whole is None or evidence.scales is None:
             return state, Decision(np.ones(num), {})
         whole, error = evidence.whole
-        risen = None if evidence.risen is None else evidence.risen.max(keepdims=True)
-        of_all = Evidence(
-            evidence.losses,
-            evidence.multipliers[:1],
-            (np.array([whole]), np.array([error])),
-            risen,
-            evidence.progress,
+        of_all = evidence._replace(
+            multipliers=evidence.multipliers[:1],
+            slopes=(np.array([whole]), np.array([error])),
+            scales=np.exp(np.log(evidence.scales).mean(keepdims=True)),
+            whole=None,
         )
         level, decision = self.level.update(self._level_of(state), of_all)
         state = state._replace(level=_row(level))
@@ -103,8 +101,7 @@ class GroupController:
             z = contrasts(state)
             moves = _moves(z, np.log(evidence.scales))
         info = {name: (float(row[0]),) * num for name, row in decision.info.items()} | {"z_apart": tuple(z.tolist())}
-        openness = None if decision.openness is None else np.repeat(decision.openness, num)
-        return state, Decision(decision.factors[0] * np.exp(moves), info, openness)
+        return state, Decision(decision.factors[0] * np.exp(moves), info)
 
 
 def _row(state: Any) -> FloatArray:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hdet.checks import BoolArray, FloatArray
 from hdet.engine.place import Place
-from hdet.engine.rollback import Fallback, Start
+from hdet.engine.rollback import Fallback
 from hdet.policy.verdict import Verdict
 from hdet.replicas.average import is_healthy
 from hdet.replicas.parameters import shape_digest
@@ -35,7 +35,7 @@ class Averager:
         on_line: whether rounds start on the line through the anchor.
         outer: where the mean goes.
         optimizer_state: what becomes of the optimizers' state.
-        fallback: what undone rounds, or a climb, go back to.
+        fallback: what undone rounds go back to.
         undoes: whether there is anything to undo.
         step: optimizer steps already taken.
     """
@@ -64,7 +64,6 @@ class Averager:
         self.on_line = on_line
         self.outer = outer or OuterStep()
         self.optimizer_state: StatePolicy = optimizer_state
-        self._fallback = fallback
         self.fallback = fallback if undoes else None
         self.place = Place(step)
         if apart:  # replicas may have started apart
@@ -135,9 +134,6 @@ class Averager:
         if verdict.go_back:
             assert self.fallback is not None
             self.fallback.restore(self.weights, self.optimizer)
-            if not verdict.undoes:  # there was a climb to undo, and it is over
-                self.fallback.snapshot.forget()
-                self.fallback = None
             self.outer.restart(self.weights.anchored())
         else:
             if not healthy.all():
@@ -229,20 +225,15 @@ class Averager:
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *, climbing: bool) -> dict[str, Any]:
-        """The same names at any time, but in mid-climb: what a run that has not begun would start from."""
+    def state_dict(self) -> dict[str, Any]:
+        """The same names at any time: what a run that has not begun would start from."""
         parameters = self.weights.anchored()
         return {
             "left_at_mean": self.place.left_at_mean,
             "anchor": [] if self.anchor is None else self.anchor.saved(parameters),
             "anchor_stride": 1 if self.anchor is None else self.anchor.stride,
             "outer": self.outer.state_dict(parameters),
-            "start": self.fallback.state_dict(self.weights) if climbing and self.fallback is not None else {},
         }
-
-    def check_start(self, state: Any) -> Start | None:
-        """What a climb goes back to, of a saved state; ValueError or KeyError where it cannot be used."""
-        return Start.of(state, self.weights)
 
     def load_state_dict(
         self,
@@ -251,23 +242,16 @@ class Averager:
         rho: Sequence[float],
         *,
         step: int,
-        climbing: bool = False,
-        start: Start | None = None,
     ) -> None:
-        """Continue from a state that has been checked; ``anchor``: this rank's part of it.
-
-        ``climbing``: whether a climb is under way; ``start``: what it goes back to, where that is not the present.
-        """
+        """Continue from a state that has been checked; ``anchor``: this rank's part of it."""
         parameters = self.weights.anchored()
         self.outer.load_state_dict(state["outer"], parameters)
         # A checkpoint is one model: what follows need not bring replicas together first.
         if not self.outer.keeps_centre or self.outer.centre.copies:
             self.outer.centre.differ_from = None
         self.place.resume(step, at_mean=bool(state["left_at_mean"]))
-        if climbing:
-            self.fallback = self._fallback
         if self.fallback is not None:
-            self.fallback.restart(self.weights.local() if self.apart else None, start)
+            self.fallback.restart(self.weights.local() if self.apart else None)
         if self.anchor is not None:
             self.anchor.copies = []
             if anchor:

@@ -1,4 +1,4 @@
-"""The learning rates of a run as they were, from the end of its climb on: a bounded number of points."""
+"""The learning rates of a run as they were: a bounded number of points."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ class Curve:
         if len(self.steps) > MAX_POINTS:
             # The first and the last stay.
             self.steps, self.values = self.steps[::2], self.values[::2]
-
-    def begin(self, step: int, values: Sequence[float]) -> None:
-        """The first weights are back: what was before is not part of the run."""
-        self.steps, self.values = [step], [list(values)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": list(self.steps), "values": [list(row) for row in self.values]}

@@ -20,7 +20,7 @@ class Journal:
     """What a run has written down so far.
 
     Attributes:
-        curve: the learning rates since its climb.
+        curve: the learning rates.
         sinks: called with each record.
         lowest: step, mean and standard error of the lowest mean held-out loss so far; None without a probe.
         worse_since: that step, where the mean is above it beyond doubt by now; None where it is not.
@@ -40,20 +40,15 @@ class Journal:
         return list(self._records)
 
     def say(self, verdict: Verdict) -> None:
-        """Tell the user what was done to the run in its climb."""
-        if verdict.phase != "climb":
-            return
-        for event in verdict.events:
-            if not self._records or event not in self._records[-1].events:  # a model may be broken for long
+        """Tell the user what was done to the run."""
+        if not verdict.go_back:  # rounds that are undone are warned of
+            for event in verdict.events:
                 tell(event)
 
-    def write(self, record: RoundRecord, *, climbing: bool) -> None:
-        """A round has ended. ``climbing``: whether the next one is of the climb, too."""
+    def write(self, record: RoundRecord) -> None:
+        """A round has ended."""
         self._records.append(record)
-        if record.phase != "climb":
-            self.curve.add(record.step, record.base_values)
-        elif not climbing:
-            self.curve.begin(record.step, record.base_values)
+        self.curve.add(record.step, record.base_values)
         if record.held_out is not None and not math.isnan(record.held_out.loss + record.held_out.mean):
             self._follow(record.step, record.held_out.mean, record.held_out.mean_error)
         self.resumed_from = None

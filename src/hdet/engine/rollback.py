@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import mapping_of, shown
-from hdet.replicas.average import memory_view
-from hdet.replicas.sharding import as_saved, sharding
 from hdet.weights.averaged import Weights
-from hdet.weights.saved import tensors_of
 from hdet.weights.snapshot import Snapshot
-
-
-class Start(NamedTuple):
-    """What a climb goes back to, as a checkpoint of its middle holds it: weights, and the state of each parameter."""
-
-    tensors: dict[int, Tensor]
-    state: dict[int, dict[str, Any]]
-
-    @classmethod
-    def of(cls, saved: Any, weights: Weights) -> Start | None:
-        """Of a saved state; None where it has none. ValueError or KeyError where it cannot be used."""
-        found = mapping_of(saved, "start")
-        if not found:
-            return None
-        averaged, unnamed = weights.averaged(), weights.unnamed()
-        fitting = [[t if sharding(t) is not None else memory_view(t) for t in each] for each in (averaged, unnamed)]
-        tensors = tensors_of(found["weights"], fitting[0], "start", "the shapes of the model")
-        # A mask, for one, may hold infinities.
-        tensors += tensors_of(found["buffers"], fitting[1], "start", "the shapes of the model's buffers", finite=False)
-        state = found["optimizer"]
-        if not isinstance(state, (list, tuple)) or not all(isinstance(each, Mapping) for each in state):
-            raise ValueError(f"start must have a mapping for each parameter's state, but got {shown(state)}")
-        by_key = dict(zip((weights.key(t) for t in (*averaged, *unnamed)), tensors, strict=False))
-        return cls(by_key, {index: dict(each) for index, each in enumerate(state)})
 
 
 class Fallback:
@@ -87,22 +58,7 @@ class Fallback:
         if self._loaded is not None:
             self._loaded |= {key: t.clone() for key, t in tensors.items() if key not in self._loaded}
 
-    def restart(self, centre: Mapping[int, Tensor] | None, start: Start | None = None) -> None:
+    def restart(self, centre: Mapping[int, Tensor] | None) -> None:
         """After a resume; ``centre``: the weights to go back to, where they are not those at hand."""
         self.snapshot.forget()
         self._loaded = None if centre is None else {key: t.clone() for key, t in centre.items()}
-        if start is not None:
-            self._loaded = None
-            self.snapshot.fill(start.tensors, start.state)
-
-    def state_dict(self, weights: Weights) -> dict[str, Any]:
-        """Where it would go back to, as plain types and tensors that are sharded as the weights are."""
-        found = self.snapshot.latest
-        if found is None:
-            return {}
-        tensors, state = found
-        return {
-            "weights": [as_saved(tensors[weights.key(t)], t) for t in weights.averaged()],
-            "buffers": [as_saved(tensors[weights.key(t)], t) for t in weights.unnamed()],
-            "optimizer": [state.get(index, {}) for index in range(len(weights.anchored()))],
-        }

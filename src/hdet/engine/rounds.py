@@ -83,6 +83,8 @@ class RoundLoop:
         self._clock = clock
         self.tally = Tally(self.replicas, updates_alike=averager.shared_gradients)
         self.journal = Journal()
+        self.upcoming = self.place.mean_step + 1
+        """The step that the next optimizer step is part of."""
 
     @property
     def finished(self) -> bool:
@@ -110,10 +112,11 @@ class RoundLoop:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             refuse_capture(self.signals, self.averager)
+        ends = self.policy.is_due(self.upcoming)
         with self.lock:
             self.averager.before_step()
             for signal in self.signals:
-                signal.dense = self.policy.climbing
+                signal.ends_round = ends
                 signal.before_step(self.optimizer)
         if self.skip_nonfinite:
             drop_nonfinite(self.optimizer, self.replicas if self.averager.shared_gradients else None)
@@ -131,9 +134,7 @@ class RoundLoop:
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` may have to do anything in a step that is not the last; the cheap half of it."""
-        policy = self.policy
-        climb = policy.climb
-        return step % policy.interval == 0 or (climb is not None and climb.ending is None) or self.place.is_set_aside
+        return self.policy.is_due(step) or self.place.is_set_aside
 
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
@@ -172,6 +173,8 @@ class RoundLoop:
                 losses=table.losses,
                 finite=table.finite,
                 rate=rate,
+                scheduled=float(schedule[0]) if len(schedule) else math.nan,
+                sizes=reading.sizes,
                 losses_given=bool(table.weights.any()),
                 compared=reading.losses,
                 trained=reading.trained,
@@ -206,7 +209,7 @@ class RoundLoop:
             held_out=reading.probed,
         )
         self.tally.reset()
-        self.journal.write(record, climbing=self.policy.climbing)
+        self.journal.write(record)
 
     def _meet(self, step: int, *, losses_required: bool, asked: bool = False) -> Table:
         """Find out whether replicas can go on together, and bring to all what each has seen. Collectives."""

@@ -9,7 +9,6 @@ from hdet.checks import numbers_of, whole_of
 from hdet.engine.curve import Curve
 from hdet.engine.rounds import RoundLoop
 from hdet.engine.state import read_round
-from hdet.notices import tell
 from hdet.signals.base import Signal
 
 
@@ -22,7 +21,7 @@ def save_rounds(loop: RoundLoop) -> dict[str, Any]:
         loop.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
     return {
         **loop.policy.state_dict(),
-        **loop.averager.state_dict(climbing=loop.policy.climbing),
+        **loop.averager.state_dict(),
         "curve": loop.journal.curve.state_dict(),
         "worse_since": loop.journal.worse_since,
         "lowest": list(loop.journal.lowest or ()),
@@ -51,24 +50,12 @@ def load_rounds(loop: RoundLoop, state: Mapping[str, Any], *, step: int) -> None
     worse = state.get("worse_since")  # older states have none
     worse = None if worse is None else whole_of(worse, "worse_since")
     lowest = numbers_of(state["lowest"], "lowest", 3).tolist() if state.get("lowest") else []
-    start = loop.averager.check_start(state["start"])
     loop.policy.load_state_dict(state)  # checks everything before it changes anything
     loop.knobs.restart(starts)
     loop.steering.set_bounds(loop.knobs.bounds())
     loop.reopen()
-    if loop.policy.climbing and step > 0 and not start:
-        loop.policy.climb_again(step)
-        saved = saved._replace(anchor=[])
-        tell("the saved state has no first weights for the climb to go back to: it begins again, from these")
-    climbing = loop.policy.climbing
-    loop.averager.load_state_dict(
-        state,
-        saved.anchor,
-        loop.values.multipliers(),
-        step=step,
-        climbing=climbing,
-        start=start if climbing else None,
-    )
+    loop.averager.load_state_dict(state, saved.anchor, loop.values.multipliers(), step=step)
+    loop.upcoming = step + 1
     loop.journal.curve.load(curve)
     loop.journal.worse_since = worse
     loop.journal.lowest = (int(lowest[0]), lowest[1], lowest[2]) if lowest else None

@@ -52,7 +52,7 @@ def read_round(
 
 
 def adopted(state: Mapping[str, Any], *, round_index: int) -> dict[str, Any]:
-    """The state of a run that was trained without hdet so far: no climb, every scale 1, nothing known yet.
+    """The state of a run that was trained without hdet so far: every scale 1, nothing known yet.
 
     ``state``: of the loop that is to continue it.
     """
@@ -62,12 +62,11 @@ def adopted(state: Mapping[str, Any], *, round_index: int) -> dict[str, Any]:
         **NO_ROLLBACK,
         "round": round_index,
         "scales": [1.0] * len(zeros),
-        "openness": zeros, "risen": zeros, "fallen": zeros,
-        "rising": [False] * len(zeros),
-        "flat": False, "ramp": [0, 0], "climb": None,
+        "fallen": zeros, "first_level": 1.0, "warmup": 1.0, "level": None, "first_losses": [], "scheduled": 0.0,
+        "searching": False, "searched": 0,
         "controller": {}, "panel": {**state["panel"], "controller": {}},
         "quarantine": pack_quarantine(QuarantineState()),
-        "left_at_mean": False, "anchor": [], "start": {},
+        "left_at_mean": False, "anchor": [],
         "curve": {"steps": [], "values": []},
         "losses": None, "signals": {}, "worse_since": None, "lowest": [],
     }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,11 +53,9 @@ class Values:
 
     def update(self) -> None:
         """The steering has moved."""
-        by_knob = (self.steering.scales * self.steering.multipliers[:, self.index]).tolist()
+        by_knob = (self.steering.effective * self.steering.multipliers[:, self.index]).tolist()
         self.factors: list[float] = [by_knob[knob] for knob in self.knob_of_group]
         """What the schedule's value of each param group is multiplied by."""
-        self.gated = self.steering.follows_schedule
-        """Whether :meth:`schedule_moved` wants to be told."""
         self.write_knobs()
 
     def write_knobs(self, *, at_base: bool = False) -> None:
@@ -75,22 +72,13 @@ class Values:
     @property
     def base_factors(self) -> list[float]:
         """What the schedule's value of each param group is multiplied by at the shared centre."""
-        scales: list[float] = self.steering.scales[self.knob_of_group].tolist()
+        scales: list[float] = self.steering.effective[self.knob_of_group].tolist()
         return scales
 
     def multipliers(self) -> list[float]:
         """This replica's multiplier of each param group."""
         mine = self.steering.multipliers[:, self.index].tolist()
         return [mine[knob] for knob in self.knob_of_group]
-
-    def schedule_moved(self, old: Sequence[float | Tensor], new: Sequence[float | Tensor]) -> None:
-        """Eq. 13: tell the gate that the schedule alone went from ``old`` to ``new``, by param group."""
-        ratios = [0.0] * len(self.steering.scales)
-        for knob, before, after in zip(self.knob_of_group, self.of_all(old), self.of_all(new), strict=True):
-            if before > 0 and after > 0:
-                ratios[knob] = math.log(float(after) / float(before))
-        self.steering.rise(ratios)
-        self.update()
 
     # -- param groups that join ---------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ from hdet.lab.stacked.run import Run
 from hdet.policy.timing import default_interval
 from hdet.reports.drawing import Chart, write_pngs
 from hdet.reports.page import Table, facts_table, page
-from hdet.schedulers._auto_settings import starts_cold
 
 RESULTS, PAGE = "results.json", "report.html"
 FINAL_SHARE = 0.02
@@ -135,7 +134,7 @@ class Experiment:
         make_folder(self.out)
 
     def make_run(self, lr: float, seed: int, method: SweepMethod, **changes: Any) -> Run:
-        """A run with the options' settings, and AutoLR's own where it has too few rounds for a cold start."""
+        """A run with the options' settings."""
         values: dict[str, Any] = {
             "num_replicas": self.num_plain_replicas if method in ("fixed", "gradient") else self.options.replicas,
             "interval": self.interval,
@@ -143,8 +142,6 @@ class Experiment:
         }
         if method == "paper":
             values["hold"] = 0.0
-        if not starts_cold(self.num_steps, self.interval):
-            values |= {"first_scale": 1.0, "gated": False}
         return Run(lr=lr, seed=seed, method=method, **{**values, **changes})
 
     def sweep_options(self) -> dict[str, Any]:

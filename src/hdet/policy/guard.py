@@ -11,9 +11,9 @@ from hdet.checks import mapping_of, number, shown, whole_of
 
 NUM_RECENT = 16
 EARLY_SHARE, EARLY_NOISE = 0.35, 2.5
-"""Of the progress, and of the noise of a single loss, that may be lost within the first rounds after a climb."""
+"""Of the progress, and of the noise of a single loss, that may be lost within the first rounds, where that is known."""
 LOST_SHARE, LOST_NOISE = 0.9, 10.0
-"""Of the progress since a climb: what is lost where a model is back at the start; and how much noise it must exceed."""
+"""Of the progress: what is lost where a model is back at the start; and how much noise it must exceed."""
 LOST_STEPS = 16
 """For so long at least: momentum may carry a model as far up on the other side of a valley, and back."""
 
@@ -21,8 +21,8 @@ LOST_STEPS = 16
 class GuardState(NamedTuple):
     """Mean loss of the first round, those of the last healthy ones, and how many in a row have been broken.
 
-    After a climb the loss before training is known from the start, and ``noise``, how far batches are apart in it;
-    then also ``lowest``, of the medians so far, and in how many rounds in a row all progress has seemed to be ``lost``.
+    Where the loss before training is known from single steps, ``noise`` is how far batches are apart in it; then also
+    ``lowest``, of the medians so far, and in how many rounds in a row all progress has seemed to be ``lost``.
     """
 
     first: float = math.nan
@@ -38,8 +38,8 @@ class Guard:
 
     A round is broken when its loss is not finite, or has jumped: above the median of the last five rounds by more than
     a share of all progress made, and by many times the usual difference between rounds. Until five rounds have shown
-    what is usual, only a loss above them by twice their size counts; after a climb, one that loses a third of the
-    progress.
+    what is usual, only a loss above them by twice their size counts; where the noise is known, one that loses a
+    third of the progress.
 
     Where the learning rate is at the edge of what training bears, jumps are usual, and one of them may be for good.
     Hence a round is broken, too, that is the last of several in a row with a loss near that of the start. The others

@@ -42,7 +42,7 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether less than one rollback is left. The scale then holds still: it must not climb and break again."""
+        """Whether less than one rollback is left. The scale then holds still: it must not rise and break again."""
         return self.debt > RECOVERY * max(self.max_rollbacks - 1, 0)
 
 
@@ -93,7 +93,7 @@ class Rollback:
         return self.guard_state.lost > 0
 
     def expect(self, first: float, noise: float) -> None:
-        """A climb is over: what the loss is before training, and how far batches are apart."""
+        """What the loss is before training, and how far batches are apart."""
         self.guard_state = GuardState(first, noise=noise)
 
     def take(self, step: int, *, is_cut: bool) -> tuple[str, tuple[str, ...]]:

@@ -14,16 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from hdet.checks import BoolArray, FloatArray
-from hdet.policy.climb import WHY, Climb
+from hdet.checks import BoolArray, FloatArray, flag_of, number, numbers_of, shown, whole_of
+from hdet.policy.level import NUM_FIRST, Level
 from hdet.policy.panel import Looked
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
 from hdet.policy.steering import Steering
 from hdet.policy.verdict import Observed, Verdict
 
-MIN_STEPS = 4
-"""Of the first round after a climb, which ends with a whole interval."""
+LARGEST_LOSS = 1e100
+"""A larger one is taken for infinite: its square would be."""
+MAX_ELAPSED = 0.7
+"""Of the logarithm of the time, in one round: the first ones would count for too much."""
 
 
 class RoundPolicy:
@@ -34,7 +36,7 @@ class RoundPolicy:
         interval: T, the optimizer steps of a round.
         acting: the controllers act at rounds that end after the first of these steps, and up to the second.
         rollback: what calls a round broken; None to undo nothing.
-        climb: how the learning rates are found first; None to start from where they are.
+        level: how the first learning rate is found; None to start from where it is.
         quarantine: robust standard deviations above the median at which a replica's loss has exploded; None for never.
         anchored: whether effects are measured from an anchor.
         anchor_rounds: renew the anchor every so many rounds; None for never.
@@ -48,7 +50,7 @@ class RoundPolicy:
         interval: int,
         acting: tuple[float, float],
         rollback: Rollback | None = None,
-        climb: Climb | None = None,
+        level: Level | None = None,
         quarantine: float | None = None,
         anchored: bool = False,
         anchor_rounds: int | None = None,
@@ -58,11 +60,14 @@ class RoundPolicy:
         self.interval = interval
         self.acting = acting
         self.rollback = rollback
-        self.climb = climb
-        if climb is not None:
-            self._follow(climb, float(steering.scales[0]))
-            climb.supported = climb.scale
-            steering.flat = True
+        self.level = level
+        self.first_losses: list[float] = []
+        """Of the first rounds: what the loss is before training, and how far batches are apart."""
+        self._scheduled = 0.0
+        self.searching, self.searched = level is not None, 0
+        """Whether every step is a round of its own, since the first learning rate is unknown; the last that was."""
+        if level is not None:
+            steering.set_level(level.scale)
         self.quarantine = Quarantine(quarantine) if quarantine is not None and repairable else None
         self.quarantine_state = QuarantineState()
         self.anchored = anchored
@@ -71,39 +76,21 @@ class RoundPolicy:
 
     # -- when ---------------------------------------------------------------------------------------------------
 
-    @property
-    def climbing(self) -> bool:
-        """Whether every step is a round of its own."""
-        return self.climb is not None and not self.climb.is_over
-
     def is_due(self, step: int, *, last: bool = False) -> bool:
         """Whether a round ends with this step."""
-        if last or self.climbing:
-            return True
-        return step % self.interval == 0 and step >= self._first_end
-
-    @property
-    def _first_end(self) -> int:
-        """The first step in which a whole round may end: after a climb, not before there are samples enough."""
-        if self.climb is None or self.climb.ended is None:
-            return 0
-        return self.climb.ended + min(MIN_STEPS, self.interval)
+        return last or self.searching or step % self.interval == 0
 
     def num_steps(self, step: int) -> int:
         """How many steps the round that ``step`` belongs to has taken by then."""
-        if self.climbing:
-            return 1
         begun = max(step - 1, 0) // self.interval * self.interval
-        if self.climb is not None and self.climb.ended is not None and begun < self._first_end:
-            begun = self.climb.ended
-        return step - begun
+        return 1 if self.searching else step - max(begun, min(self.searched, step - 1))
 
     def is_acting(self, step: int) -> bool:
         """Whether a controller will act on a round that ends here."""
         steering = self.steering
         has_controller = steering.controller is not None or steering.panel.controller is not None
         in_time = self.acting[0] < step <= self.acting[1]
-        return has_controller and in_time and not self._held and not self.climbing
+        return has_controller and in_time and not self._held and not self.searching
 
     @property
     def _held(self) -> bool:
@@ -113,30 +100,41 @@ class RoundPolicy:
 
     def end_round(self, seen: Observed) -> Verdict:
         """The verdict on the round that ends; the next one begins. Raises where training cannot go on."""
-        steering, held, climbing = self.steering, self._held, self.climbing
-        acting = self.is_acting(seen.step)
-        quarantined = self._exploded(np.where(seen.finite, seen.losses, np.nan))
+        steering, held, searching = self.steering, self._held, self.searching
+        acting, num_steps = self.is_acting(seen.step), self.num_steps(seen.step)
+        given = np.where(np.abs(seen.losses) <= LARGEST_LOSS, seen.losses, np.nan)
+        quarantined = self._exploded(np.where(seen.finite, given, np.nan))
         healthy = seen.finite & ~quarantined
-        losses = np.where(healthy, seen.losses, np.nan)
+        losses = np.where(healthy, given, np.nan)
         compared = losses if seen.compared is None else np.where(healthy, seen.compared, np.nan)
-        index, scales, multipliers = steering.round_index, steering.scales, steering.multipliers
+        index, scales, multipliers = steering.round_index, steering.effective, steering.multipliers
         positions = tuple(steering.positions(r) for r in range(steering.num_replicas))
         looked, fallen = Looked(), False
-        events: tuple[str, ...] = ()
         messages: tuple[str, ...] = ()
-        if climbing:
-            go_back, events, messages = self._climb_on(seen, losses, healthy)
-            looked = Looked({"slope": tuple(seen.slopes[0].tolist())} if seen.slopes is not None else {})
-        elif go_back := self._is_broken(seen, losses, healthy):
+        events = self._find_level(seen)
+        go_back = self._is_broken(seen, losses, healthy, searching=searching)
+        if go_back:
             assert self.rollback is not None
+            before = steering.scales
             steering.cut(CUT)
-            done, messages = self.rollback.take(seen.step, is_cut=bool((steering.scales < scales).any()))
-            events = (done,)
+            done, messages = self.rollback.take(seen.step, is_cut=bool((steering.scales < before).any()))
+            events += (done,)
         elif acting:
             end = self.acting[1]
-            progress = None if math.isinf(end) else seen.step / end
-            looked = steering.decide(compared, seen.slopes, whole=seen.whole, progress=progress, trained=seen.trained)
+            looked = steering.decide(
+                compared,
+                seen.slopes,
+                whole=seen.whole,
+                progress=None if math.isinf(end) else seen.step / end,
+                trained=seen.trained,
+                in_warmup=self._in_warmup(seen),
+                elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
+                start=self._start(num_steps),
+                update=None if seen.sizes is None else seen.sizes.update / max(seen.sizes.weights, 1e-300),
+            )
             fallen = self.anchored and steering.wants_new_anchor()
+        self._note_first(losses)
+        self._scheduled = seen.scheduled
         if seen.last and self.rollback is not None and self.rollback.num_rollbacks > 1:
             messages += (f"{self.rollback.num_rollbacks} rounds of this run were undone; scheduler.history says why",)
         renewed = self.anchored and self.anchor_rounds is not None and (index + 1) % self.anchor_rounds == 0
@@ -147,64 +145,64 @@ class RoundPolicy:
             finite=seen.finite,
             quarantined=quarantined,
             losses=compared,
-            new_anchor=fallen or (renewed and not seen.last and not climbing),
+            new_anchor=fallen or (renewed and not seen.last),
             held=held,
             num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
             scales=scales,
             multipliers=multipliers,
             positions=positions,
             looked=looked,
-            phase="climb" if climbing else "level" if acting else "hold" if seen.step > self.acting[1] else "",
+            phase=self._phase(seen.step, acting=acting),
             events=events,
             messages=messages,
-            keep=not climbing and self.rollback is not None and not self.rollback.doubtful,
-            undoes=self.climbing or self.rollback is not None,
+            keep=not searching and self.rollback is not None and not self.rollback.doubtful,
         )
 
-    def _climb_on(
-        self, seen: Observed, losses: FloatArray, healthy: BoolArray
-    ) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
-        """One step of the climb: whether the first weights come back, what was done, and what to say."""
-        climb, steering = self.climb, self.steering
-        assert climb is not None
+    def _phase(self, step: int, *, acting: bool) -> str:
+        if self.level is not None and not self.level.done:
+            return "warm-up"
+        return "level" if acting else "hold" if step > self.acting[1] else ""
+
+    def _find_level(self, seen: Observed) -> tuple[str, ...]:
+        """Take in what the round has shown of the first learning rate; what was done, in plain English."""
+        level, steering = self.level, self.steering
+        if level is None:
+            return ()
+        if self.searching:
+            self.searched = seen.step
+        said = ""
+        if not level.done:
+            said = level.update(seen.step, seen.sizes, seen.rate, seen.scheduled)
+            steering.set_level(level.scale)
+        self.searching = level.is_searching(seen.step)
+        steering.warmup = level.share(seen.step - 1)  # of the step that was taken
+        return (said,) if said else ()
+
+    def _in_warmup(self, seen: Observed) -> bool:
+        """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
+        ours = self.level is not None and not self.level.done
+        return ours or seen.scheduled > self._scheduled * (1 + 1e-6) > 0
+
+    def _note_first(self, losses: FloatArray) -> None:
         known = losses[np.isfinite(losses)]
-        slopes = np.array([]) if seen.slopes is None else seen.slopes[0][np.isfinite(seen.slopes[0])]
-        fine = self._has_mean(healthy) and (len(known) > 0 or not seen.losses_given)
-        before, starts = climb.scale, climb.num_starts
-        then = climb.update(
-            seen.step,
-            float(known.mean()) if len(known) else math.nan,
-            seen.whole[0] if seen.whole is not None else float(slopes.sum()) if len(slopes) else math.nan,
-            seen.rate,
-            fine=fine,
-            top=steering.at_top,
-        )
-        self._follow(climb, before)
-        if then == "go on":
-            if seen.last:  # of a run that is shorter than its climb
-                self.require_mean(healthy, seen.step)
-            return False, (), ()
-        if then == "begin again":
-            why = "from a hundredth" if climb.num_starts > starts else "after a step that was not finite"
-            return True, (f"the climb begins again, {why}, at the first weights",), ()
-        if self.rollback is not None and climb.still:
-            self.rollback.expect(*climb.start_and_noise())
-        rate = seen.rate * climb.scale / before
-        steering.begin_ramp(climb.warm_steps)
-        assert climb.ending is not None
-        said = (
-            f"the climb is over after {seen.step - climb.begun} steps at a learning rate of {rate:.3g}, because "
-            f"{WHY[climb.ending]}; weights and optimizer state of step {climb.begun} are back"
-        )
-        return True, (said,), (said,) if climb.ending in ("flat", "blind") else ()
+        if len(self.first_losses) >= NUM_FIRST or not len(known):
+            return
+        self.first_losses.append(float(known.mean()))
+        if len(self.first_losses) == NUM_FIRST and self.rollback is not None and self.level is not None:
+            self.rollback.expect(*self._first())
 
-    def _follow(self, climb: Climb, before: float) -> None:
-        """Move the learning rates as the climb has; it stays inside their bounds."""
-        was, wanted = float(self.steering.scales[0]), climb.scale / before
-        self.steering.multiply(wanted)
-        moved = float(self.steering.scales[0]) / was
-        if not math.isclose(moved, wanted):
-            climb.scale = before * moved
+    def _first(self) -> tuple[float, float]:
+        """Mean and standard deviation of the first losses."""
+        first = np.array(self.first_losses)
+        mean = float(first.mean())
+        return mean, max(float(first.std(ddof=1)), 1e-3 * abs(mean))
+
+    def _start(self, num_steps: int) -> tuple[float, float] | None:
+        """The loss before training, and the standard error of how far it is from that of a round."""
+        if len(self.first_losses) < NUM_FIRST:
+            return None
+        mean, noise = self._first()
+        return mean, noise * math.sqrt(1 / NUM_FIRST + 1 / num_steps)
 
     def require_mean(self, healthy: BoolArray, step: int) -> None:
         """Raise where there is nothing to average: nobody is healthy, or those who are not cannot be repaired."""
@@ -220,7 +218,9 @@ class RoundPolicy:
     def _has_mean(self, healthy: BoolArray) -> bool:
         return bool(healthy.any() if self.repairable else healthy.all())
 
-    def _is_broken(self, seen: Observed, losses: FloatArray, healthy: BoolArray) -> bool:
+    def _is_broken(self, seen: Observed, losses: FloatArray, healthy: BoolArray, *, searching: bool) -> bool:
+        if searching and self._has_mean(healthy):
+            return False  # nothing has moved
         if self.rollback is None:
             self.require_mean(healthy, seen.step)
             return False
@@ -238,29 +238,23 @@ class RoundPolicy:
         """A number that differs between replicas which do not continue from the same state."""
         numbers = [
             self.steering.seed,
-            0.0 if self.climb is None else self.climb.scale,
+            self.steering.level,
             self.steering.round_index,
             self.acting[1],
             *self.steering.scales.tolist(),
         ]
         return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers))
 
-    def climb_left(self, step: int) -> int:
-        """How many steps the climb may still take."""
-        return 0 if self.climb is None else max(self.climb.begun + self.climb.far_steps - step, 0)
+    def follow(self, step: int) -> bool:
+        """After each step: the next one of a warm-up. Whether learning rates have to be written anew."""
+        if self.level is None:
+            return False
+        before, self.steering.warmup = self.steering.warmup, self.level.share(step)
+        return before != self.steering.warmup
 
     def hold_from(self, step: float) -> None:
         """No controller acts on rounds that end later."""
         self.acting = (self.acting[0], step)
-
-    def climb_again(self, step: int) -> None:
-        """Start the climb over from here."""
-        assert self.climb is not None
-        before, self.climb = self.climb, Climb(step=step)
-        scale = before.scale
-        for name in ("max_steps", "far_steps", "warm_steps"):
-            setattr(self.climb, name, getattr(before, name))
-        self._follow(self.climb, scale)
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -269,19 +263,37 @@ class RoundPolicy:
             **self.steering.state_dict(),
             **(self.rollback.state_dict() if self.rollback is not None else NO_ROLLBACK),
             "quarantine": pack_quarantine(self.quarantine_state),
-            "climb": None if self.climb is None else self.climb.state_dict(),
+            "level": None if self.level is None else self.level.state_dict(),
+            "first_losses": list(self.first_losses),
+            "scheduled": self._scheduled,
+            "searching": self.searching,
+            "searched": self.searched,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``. A state that cannot be used raises ValueError or KeyError and changes nothing."""
         quarantine_state = unpack_quarantine(state["quarantine"])
         Rollback.check_state(state)
-        climb = Climb.check_state(state["climb"])
+        if "climb" in state and "level" not in state:
+            raise ValueError(
+                "the state is of a version of hdet whose runs began with a climb, which this one cannot continue; "
+                "start from its weights with a new scheduler"
+            )
+        level = Level.check_state(state["level"])
+        first = numbers_of(state["first_losses"], "first_losses", None, low=-LARGEST_LOSS, high=LARGEST_LOSS).tolist()
+        scheduled, searched = number(state["scheduled"]), whole_of(state["searched"], "searched")
+        searching = flag_of(state["searching"], "searching") and level is not None
+        if len(first) > NUM_FIRST or math.isnan(scheduled):
+            raise ValueError(
+                f"first_losses must be at most {NUM_FIRST} and scheduled a finite number, but got {len(first)} and "
+                f"{shown(state['scheduled'])}"
+            )
         self.steering.load_state_dict(state)  # checks everything before it changes anything
         self.quarantine_state = quarantine_state
         if self.rollback is not None:
             self.rollback.load_state_dict(state)
-        # A run that is continued is past its climb, unless its own was under way.
-        self.climb = None if climb is None else Climb()
-        if self.climb is not None and climb is not None:
-            self.climb.load_state_dict(climb)
+        self.first_losses, self._scheduled = first, scheduled
+        self.searching, self.searched = searching, searched
+        self.level = None if level is None else Level()
+        if self.level is not None and level is not None:
+            self.level.load_state_dict(level)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hdet.checks import LARGEST, FloatArray, flag_of, flags_of, mapping_of, numbers_of, shown, whole_of
+from hdet.checks import FloatArray, mapping_of, number, numbers_of, shown, whole_of
 from hdet.controllers.base import Controller, Evidence, grown, pack_state, unpack_state
 from hdet.policy.panel import NO_PANEL, KnobEvidence, Looked, Panel
 from hdet.policy.spread import assign, fan_out, inside_bounds
@@ -29,10 +29,8 @@ class Steering:
         spread: alpha of Eq. 1.
         controller: decides how the scales move; None to hold them.
         scale_bounds: the scales stay inside.
-        gated: whether a schedule's own first rise needs evidence (Eq. 13).
         seed: of the permutations.
         round_index: number of the round that begins.
-        first_scale: where the scales start.
         panel: the other knobs; their rows follow those of the learning rates everywhere.
     """
 
@@ -44,10 +42,8 @@ class Steering:
         spread: float,
         controller: Controller | None,
         scale_bounds: tuple[float, float],
-        gated: bool = False,
         seed: int = 0,
         round_index: int = 0,
-        first_scale: float = 1.0,
         panel: Panel = NO_PANEL,
     ) -> None:
         self.num_lrs = num_knobs
@@ -58,25 +54,22 @@ class Steering:
         self.controller = controller
         self.seed = seed
         self.round_index = round_index
-        self.scales = np.full(num_knobs + len(panel), first_scale)
-        self.scales[num_knobs:] = 1.0
+        self.scales = np.ones(num_knobs + len(panel))
         self.is_lr = np.arange(len(self.scales)) < num_knobs
+        self.level = 1.0
+        """What the scales start from, and their bounds are relative to."""
         self._set_limits(panel.bounds)
-        self.scales = np.clip(self.scales, self.low, self.high)
-        self.openness = np.zeros(len(self.scales))
-        self.rising = np.full(len(self.scales), gated) & self.is_lr
-        self.risen = np.zeros(len(self.scales))
+        self.warmup = 1.0
+        """Share of the learning rates that a warm-up lets through in the next step."""
         self.fallen = np.zeros(len(self.scales))
-        self.flat = False
-        """Whether a schedule's own warm-up is taken out: a climb has taken its place."""
-        self.ramp_at = self.ramp_steps = 0
         self.state: Any = None
         self.panel_state: Any = None
         self._init_controllers()
         self._fan_out()
 
     def _set_limits(self, bounds: Sequence[tuple[float, float]]) -> None:
-        limits = [self.scale_bounds] * self.num_lrs + [(math.exp(low), math.exp(high)) for low, high in bounds]
+        of_lrs = (self.scale_bounds[0] * self.level, self.scale_bounds[1] * self.level)
+        limits = [of_lrs] * self.num_lrs + [(math.exp(low), math.exp(high)) for low, high in bounds]
         self.low, self.high = (np.array(side) for side in zip(*limits, strict=True))
 
     def set_bounds(self, bounds: Sequence[tuple[float, float]]) -> None:
@@ -87,19 +80,22 @@ class Steering:
 
     def limit(self, highest: Sequence[float]) -> bool:
         """Keep each learning rate's scale at or below this, too; True where one had to come down."""
-        self.high[: self.num_lrs] = np.minimum(highest, self.scale_bounds[1])
+        self.high[: self.num_lrs] = np.minimum(highest, self.scale_bounds[1] * self.level)
         before, self.scales = self.scales, np.minimum(self.scales, self.high)
         return bool((self.scales < before).any())
 
-    @property
-    def _ramp_share(self) -> float:
-        """Of what a ramp goes up to."""
-        return self.ramp_at / self.ramp_steps if self.on_ramp else 1.0
+    def set_level(self, level: float) -> None:
+        """All learning rates start from here; what controllers have moved since stays."""
+        bounds = list(zip(np.log(self.low[self.num_lrs :]), np.log(self.high[self.num_lrs :]), strict=True))
+        highest = self.high[: self.num_lrs]
+        at_most = np.where(highest < self.scale_bounds[1] * self.level, highest, np.inf)  # a ceiling of the user's
+        moved, self.level = self.scales[: self.num_lrs] / self.level, level
+        self._set_limits(bounds)
+        self.high[: self.num_lrs] = np.minimum(self.high[: self.num_lrs], at_most)
+        self.scales = self._inside(np.concatenate([moved * level, self.scales[self.num_lrs :]]))
 
     def _inside(self, scales: FloatArray) -> FloatArray:
-        """Within the bounds; on the ramp within those of what it goes up to."""
-        share = np.where(self.is_lr, self._ramp_share, 1.0)
-        return np.clip(scales, self.low * share, self.high * share)
+        return np.clip(scales, np.minimum(self.low, self.high), self.high)
 
     def _init_controllers(self) -> None:
         if self.controller is not None:
@@ -140,12 +136,9 @@ class Steering:
         before = slice(0, row)
         self.num_lrs += 1
         self.scales = np.insert(self.scales, row, math.exp(float(np.log(self.scales[before]).mean())))
-        self.low = np.insert(self.low, row, self.scale_bounds[0])
-        self.high = np.insert(self.high, row, self.scale_bounds[1])
+        self.low = np.insert(self.low, row, self.scale_bounds[0] * self.level)
+        self.high = np.insert(self.high, row, self.scale_bounds[1] * self.level)
         self.is_lr = np.insert(self.is_lr, row, True)
-        self.openness = np.insert(self.openness, row, self.openness[before].mean())
-        self.rising = np.insert(self.rising, row, self.rising[before].any())
-        self.risen = np.insert(self.risen, row, 0.0)
         self.fallen = np.insert(self.fallen, row, 0.0)
         if self.controller is not None:
             self.state = grown(self.controller, self.state, self.num_lrs, row)
@@ -166,21 +159,17 @@ class Steering:
     def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None, **seen: Any) -> Looked:
         """Let the controllers move the scales; returns what they looked at.
 
-        ``seen``: slope of the whole, progress and training losses, where they are known, as :class:`Evidence` has them.
+        ``seen``: what else is known of the round, as :class:`Evidence` has it.
         """
         looked = Looked()
         factors = np.ones_like(self.scales)
         lrs = slice(0, self.num_lrs)
-        # A controller without an opinion on the warm-up lets it through.
-        self.openness = np.ones_like(self.scales)
         if self.controller is not None:
             shown_to_it = Evidence(
-                losses, self.multipliers[lrs], slopes, self.risen[lrs], scales=self.scales[lrs], **seen
+                losses, self.multipliers[lrs], slopes, scales=self.scales[lrs], level=self.level, **seen
             )
             self.state, decision = self.controller.update(self.state, shown_to_it)
             factors[lrs] = decision.factors
-            if decision.openness is not None:
-                self.openness[lrs] = 0.0 if self.flat else decision.openness
             looked = looked._replace(lrs=dict(decision.info))
         if self.panel.controller is not None:
             self.panel_state, decision = self.panel.controller.update(
@@ -205,55 +194,14 @@ class Steering:
         lrs = {name: row[: self.num_lrs] for name, row in known.items()} if self.panel.moves_lrs else looked.lrs
         return Looked(lrs, knobs)
 
-    def rise(self, log_ratios: Sequence[float] | FloatArray) -> None:
-        """Eq. 13, step by step: the schedule moves by exp(log_ratios); take back what the evidence does not support.
-
-        Only a schedule's first rise is a warm-up. The gate of a knob is gone once its schedule has fallen. The ramp
-        after a climb goes up here too.
-        """
-        # Number by number: this runs in every step of a warm-up, where arrays of a few entries take ten times as long.
-        scales, risen, rising = self.scales.tolist(), self.risen.tolist(), self.rising.tolist()
-        openness, low, high = self.openness.tolist(), self.low.tolist(), self.high.tolist()
-        share, ramp = self._ramp_share, 0.0
-        if self.on_ramp:
-            ramp = math.log((self.ramp_at + 1) / self.ramp_at)
-            self.ramp_at += 1
-        after = self._ramp_share
-        for k in range(self.num_lrs):
-            ratio = float(log_ratios[k])
-            rising[k] = rising[k] and ratio >= 0
-            if rising[k]:
-                unsupported = ratio * (1 - openness[k])
-                scales[k] = min(max(scales[k] * math.exp(-unsupported), low[k] * share), high[k] * share)
-                risen[k] += ratio - unsupported
-            if ramp:
-                scales[k] = min(max(scales[k] * math.exp(ramp), low[k] * after), high[k] * after)
-                risen[k] += ramp
-        # New arrays: records keep those of their rounds.
-        self.scales, self.risen, self.rising = np.array(scales), np.array(risen), np.array(rising)
-
     @property
-    def on_ramp(self) -> bool:
-        return self.ramp_at < self.ramp_steps
-
-    @property
-    def follows_schedule(self) -> bool:
-        """Whether :meth:`rise` wants to know how the schedule moves."""
-        return self.on_ramp or True in self.rising.tolist()
+    def effective(self) -> FloatArray:
+        """The scales, the learning rates' as far as a warm-up lets them through."""
+        return self.scales if self.warmup == 1 else np.where(self.is_lr, self.scales * self.warmup, self.scales)
 
     def multiply(self, factor: float) -> None:
         """Move all learning rates."""
         self.scales = self._inside(np.where(self.is_lr, self.scales * factor, self.scales))
-
-    @property
-    def at_top(self) -> bool:
-        """Whether no learning rate may rise any further."""
-        return bool((self.scales >= self.high)[self.is_lr].all())
-
-    def begin_ramp(self, num_steps: int) -> None:
-        """Rise to where the learning rates are now within so many steps, from zero, along a line."""
-        self.ramp_at, self.ramp_steps = 1, num_steps
-        self.multiply(1 / num_steps)
 
     def wants_new_anchor(self) -> bool:
         """Whether the scales have fallen so far that the way since the anchor says nothing about the present.
@@ -264,14 +212,12 @@ class Steering:
         if (self.fallen < MAX_FALL).all():
             return False
         self.fallen = np.zeros_like(self.fallen)
-        self.openness = np.zeros_like(self.openness)
         self._init_controllers()
         return True
 
     def cut(self, factor: float) -> None:
         """After a rollback: lower all learning rates, and forget the evidence that led there."""
         self.multiply(factor)
-        self.openness = np.zeros_like(self.openness)
         state = self.state
         self._init_controllers()
         forget: Any = getattr(self.controller, "forget", None)
@@ -280,7 +226,6 @@ class Steering:
 
     def next_round(self) -> None:
         self.round_index += 1
-        self.risen = np.zeros_like(self.risen)
         self._fan_out()
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,12 +234,9 @@ class Steering:
             "round": self.round_index,
             "num_replicas": self.num_replicas,
             "scales": self.scales.tolist(),
-            "openness": self.openness.tolist(),
-            "rising": self.rising.tolist(),
-            "risen": self.risen.tolist(),
+            "first_level": self.level,
+            "warmup": self.warmup,
             "fallen": self.fallen.tolist(),
-            "flat": self.flat,
-            "ramp": [self.ramp_at, self.ramp_steps],
             "controller": pack_state(self.state) if self.controller is not None else {},
             "panel": {
                 "names": list(self.panel.names),
@@ -310,26 +252,23 @@ class Steering:
         if not isinstance(names, (list, tuple)) or list(names) != list(self.panel.names):
             raise ValueError(f"knobs must be those of the state, {shown(names)}, but got {list(self.panel.names)}")
         scales = numbers_of(state["scales"], "scales", num_knobs, each=", one for each knob")
-        openness = numbers_of(state["openness"], "openness", num_knobs, low=0, high=1)
-        rising = flags_of(state["rising"], "rising", num_knobs)
         if not (scales > 0).all():
             raise ValueError(f"scales must be positive, but got {shown(state['scales'])}")
-        risen = numbers_of(state["risen"], "risen", num_knobs, low=0)
         fallen = numbers_of(state["fallen"], "fallen", num_knobs, low=0)
-        flat, ramp = flag_of(state["flat"], "flat"), numbers_of(state["ramp"], "ramp", 2, low=0, high=LARGEST)
-        if (ramp % 1).any() or 0 == ramp[0] < ramp[1]:
+        level, warmup = number(state["first_level"]), number(state["warmup"])
+        if not (level > 0 and 0 <= warmup <= 1):
             raise ValueError(
-                f"ramp must be whole numbers, the first of them at least 1, but got {shown(state['ramp'])}"
+                f"first_level must be a finite number > 0 and warmup in [0, 1], but got {shown(state['first_level'])} "
+                f"and {shown(state['warmup'])}"
             )
         controller_state = _controller_state(self.controller, state["controller"], self.num_lrs)
         panel_state = _controller_state(self.panel.controller, panel["controller"], num_knobs)
         seed, round_index = whole_of(state["seed"], "seed"), whole_of(state["round"], "round")
         self.seed, self.round_index = seed, round_index
-        self.flat, (self.ramp_at, self.ramp_steps) = flat, map(int, ramp)
+        self.set_level(level)
+        self.warmup, self.fallen = warmup, fallen
         # Other bounds than those it was saved with hold from now on; the panel's are set after this.
         self.scales = np.where(self.is_lr, self._inside(scales), scales)
-        self.openness, self.rising = openness, rising
-        self.risen, self.fallen = risen, fallen
         self.state, self.panel_state = controller_state, panel_state
         self._fan_out()
 

@@ -1,4 +1,4 @@
-"""What a run's length and its schedule's shape decide: rounds, whether there is time to climb, when to hold still."""
+"""What a run's length and its schedule's shape decide: rounds, and when to hold still."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ DECAY_SHARE = 0.3
 """Of a run without a schedule: the steps at its end in which the learning rate falls, along a line, to zero."""
 KEEP_SHARE, KEEP_STEPS = 0.2, 200
 """Of the run: when a scale that leaves the schedule's shape alone is found; and in a run of unknown length."""
-MIN_CLIMB, MIN_CLIMB_WITH_LR = 100, 200
-"""Steps of a run that is long enough to climb: a learning rate and a schedule that are fine make up for more."""
 
 
 def default_interval(total_steps: int | None) -> int:
     """T where none is given: a hundredth of the run, but steps enough to tell an error, and not more than 50."""
     return UNKNOWN_INTERVAL if total_steps is None else min(max(total_steps // 100, 4), MAX_INTERVAL)
-
-
-def has_time_to_climb(total_steps: int | None, *, lr_given: bool) -> bool:
-    """``lr_given``: whether the run has a learning rate to fall back on."""
-    return total_steps is None or total_steps >= (MIN_CLIMB_WITH_LR if lr_given else MIN_CLIMB)
 
 
 def constant_then_linear(step: int, total_steps: int | None = None) -> float:

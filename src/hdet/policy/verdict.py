@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hdet.checks import BoolArray, FloatArray
+from hdet.policy.level import Sizes
 from hdet.policy.panel import Looked
 
 
@@ -16,6 +17,8 @@ class Observed:
         step: optimizer steps taken.
         losses: mean loss of each replica over the round; NaN where it has none.
         rate: the first param group's base learning rate in the round's last step.
+        scheduled: what the schedule alone gave it.
+        sizes: of weights and update in the round's last step, where they were measured.
         finite: which replicas' weights are finite.
         losses_given: whether any replica was given a loss.
         compared: what replicas are compared by, where it is not ``losses``: their losses on held-out data.
@@ -29,6 +32,8 @@ class Observed:
     losses: FloatArray
     finite: BoolArray
     rate: float = 1.0
+    scheduled: float = 1.0
+    sizes: Sizes | None = None
     losses_given: bool = True
     compared: FloatArray | None = None
     trained: FloatArray | None = None
@@ -52,11 +57,10 @@ class Verdict:
         num_rollbacks: rounds undone so far.
         scales, multipliers, positions: where learning rates and knobs stood during the round; positions by replica.
         looked: what the controllers looked at.
-        phase: what the learning rate was doing: in the ``climb``, finding its ``level``, on ``hold``, or nothing.
+        phase: what the learning rate was doing: in its ``warm-up``, finding its ``level``, on ``hold``, or nothing.
         events: what was done to the run, in plain English.
         messages: what the user should be told now.
         keep: whether to keep a copy of the weights, to go back to.
-        undoes: whether there may be something to undo later.
     """
 
     index: int
@@ -75,7 +79,6 @@ class Verdict:
     events: tuple[str, ...]
     messages: tuple[str, ...]
     keep: bool
-    undoes: bool
 
     @property
     def healthy(self) -> BoolArray:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from hdet.reports.drawing import INK, SOFT, STYLES, Chart, colour, draw, line, plain_label
 from hdet.reports.run import Run, alike, breaks, columns, distinct, events, numbers, of_groups, phases, thinned
 
-SHADES = {"climb": 0.05, "level": 0.0, "hold": 0.025}
+SHADES = {"warm-up": 0.05, "level": 0.0, "hold": 0.025}
 SPAN = 30  # losses that fall further than this are drawn on a logarithmic axis
 MAX_ROUNDS = 1000  # of a run in a chart: more than it has pixels
 MAX_GROUPS = 20  # param groups of a run in a chart: more lines cannot be told apart

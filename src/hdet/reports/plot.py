@@ -32,7 +32,7 @@ def plot(run: Run, ax: Axes | None = None) -> Axes:
     for place, row in enumerate(beside):
         ax.plot(steps, row, color=GREY, ls="--", lw=1, label=None if place else "the schedule alone")
     for first, last, phase in phases(run):
-        ax.axvspan(first, last, color=GREY, alpha={"climb": 0.15, "hold": 0.08}.get(phase, 0.0), lw=0)
+        ax.axvspan(first, last, color=GREY, alpha={"warm-up": 0.15, "hold": 0.08}.get(phase, 0.0), lw=0)
     ax.set(xlabel="step", ylabel="learning rate")
     if any(value > 0 for row in bases for value in row):
         ax.set_yscale("log")

@@ -1,4 +1,4 @@
-"""What AutoLR does where it is not told: interval, controller, where the scale starts, and when it may move."""
+"""What AutoLR does where it is not told: interval, controller, how it starts, and when the scale may move."""
 
 from __future__ import annotations
 
@@ -7,29 +7,21 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from hdet.checks import whole
-from hdet.controllers import EvidenceController
-from hdet.policy.climb import Climb
-from hdet.policy.timing import default_interval, has_time_to_climb, hold_start, keep_start
+from hdet.controllers import EvidenceController, LevelController
+from hdet.options import Adapt
+from hdet.policy.level import Level
+from hdet.policy.timing import default_interval, hold_start, keep_start
 from hdet.schedulers._common import Common
-
-MIN_ROUNDS = 50
-"""With fewer rounds there is no time for a cold start: the schedule begins, and warms up, as it is."""
-
-FIRST_SCALES = {"gradient": 0.03, "loss": 0.2}
-"""Where the learned scale starts, by signal: low enough that a schedule 30 times too high does no harm in its first
-rounds, and no lower than the signal can climb from in a few of them."""
 
 SignalName = Literal["loss", "gradient"]
 
 
-def make_evidence_controller(signal: SignalName, **settings: Any) -> EvidenceController:
+def make_controller(signal: SignalName, **settings: Any) -> LevelController | EvidenceController:
     """The controller that goes with a signal, unless told otherwise.
 
-    Losses of replicas have far larger standard errors than the first-order signal, so the same slope is fewer of them:
-    optimism, which is counted in standard errors, has to be smaller.
+    Losses of replicas have far larger standard errors than the first-order signal, and say nothing of elasticity.
     """
-    of_loss = {"optimism": 0.75, "fall": None, "brake": None, "down": 1.0}
-    return EvidenceController(**(of_loss if signal == "loss" else {}) | settings)
+    return LevelController(**settings) if signal == "gradient" else EvidenceController(**settings)
 
 
 def interval_for(signal: SignalName, total_steps: Any) -> int:
@@ -40,11 +32,6 @@ def interval_for(signal: SignalName, total_steps: Any) -> int:
     return 100 if total is None else max(1, min(1000, total // 100))
 
 
-def starts_cold(total_steps: int | None, interval: int) -> bool:
-    """Whether a run has rounds enough to climb, by evidence alone, from a cold start through a gated warm-up."""
-    return total_steps is None or total_steps >= MIN_ROUNDS * interval
-
-
 def auto_settings(
     common: Common,
     signal: SignalName,
@@ -52,6 +39,7 @@ def auto_settings(
     step: int,
     shape: Sequence[float] = (),
     lr_given: bool = True,
+    first_lr: float = 1.0,
     has_steps: bool = False,
 ) -> dict[str, Any]:
     """The arguments of :func:`make_loop` that make AutoLR out of a schedule.
@@ -62,18 +50,15 @@ def auto_settings(
         step: optimizer steps already taken.
         shape: of the schedule, as :func:`~hdet.policy.timing.hold_start` takes it.
         lr_given: whether learning rate and schedule mean anything.
+        first_lr: of the first param group, as it was given.
         has_steps: whether the schedule has steps or periods.
     """
     adapt, total = common.adapt, common.total_steps
     if adapt.groups == "auto" and signal != "gradient":
         raise ValueError('groups="auto" needs the gradient signal: pass signal="gradient", or groups="each"')
-    climb = Climb(total, step=step) if _climbs(common, signal, step=step, lr_given=lr_given) else None
-    # A run that is continued has found its learning rate, be it by hand.
-    cold = step <= 0 and starts_cold(total, common.interval)
-    first_scale = FIRST_SCALES[signal] if cold else 1.0
-    start = 0 if climb is not None and adapt.start_steps is None else common.start_steps
-    given = (adapt.controller, adapt.hold_share, adapt.gated, adapt.first_scale)
-    told = adapt.climb is False or any(each is not None for each in given)  # a start far off needs time to move
+    level = _level(common, step=step, shape=shape, lr_given=lr_given, first_lr=first_lr)
+    start = 0 if level is not None and adapt.start_steps is None else common.start_steps
+    told = adapt.level is False or adapt.controller is not None or adapt.hold_share is not None
     kept = signal == "gradient" and not told and has_steps
     if adapt.shape == "keep" or (adapt.shape is None and kept):
         hold = keep_start(total)
@@ -84,22 +69,24 @@ def auto_settings(
     else:
         hold = (1 - (0.05 if adapt.hold_share is None else adapt.hold_share)) * total
     return {
-        "controller": make_evidence_controller(signal) if adapt.controller is None else adapt.controller,
+        "controller": make_controller(signal) if adapt.controller is None else adapt.controller,
         "acting": (start, hold),
         "groups": adapt.groups,
-        "gated": climb is not None or (cold if adapt.gated is None else adapt.gated),
-        "first_scale": first_scale if adapt.first_scale is None else adapt.first_scale,
-        "climb": climb,
+        "level": level,
         "signal": signal,
     }
 
 
-def _climbs(common: Common, signal: SignalName, *, step: int, lr_given: bool) -> bool:
-    adapt = common.adapt
-    if adapt.climb and signal != "gradient":
-        raise ValueError('climb=True needs the gradient signal: pass signal="gradient", or leave climb out')
-    if adapt.climb is not None or signal != "gradient":
-        return bool(adapt.climb)
-    told = any(given is not None for given in (adapt.controller, adapt.gated, adapt.first_scale))
-    told = told or adapt.bounds[0] > FIRST_SCALES[signal]  # no room below
-    return step <= 0 and not told and has_time_to_climb(common.total_steps, lr_given=lr_given)
+def finds_level(adapt: Adapt, *, step: int, lr_given: bool) -> bool:
+    """Whether a run begins by measuring its updates: one that is continued has found its learning rate."""
+    wanted = adapt.controller is None or not lr_given if adapt.level is None else adapt.level
+    return wanted and step <= 0
+
+
+def _level(common: Common, *, step: int, shape: Sequence[float], lr_given: bool, first_lr: float) -> Level | None:
+    if not finds_level(common.adapt, step=step, lr_given=lr_given):
+        return None
+    if not lr_given:
+        return Level(common.total_steps, given=first_lr)
+    peak = max(shape) if len(shape) else first_lr
+    return Level(common.total_steps, peak=peak, hint=True, warms_up=len(shape) > 0 and shape[0] < peak / 2)

@@ -17,7 +17,7 @@ from hdet.engine.rounds import RoundLoop
 from hdet.engine.values import Values
 from hdet.knobs.knob_set import KnobSet
 from hdet.options import AnchorChoice, Groups
-from hdet.policy.climb import Climb
+from hdet.policy.level import Level
 from hdet.policy.panel import Panel
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
@@ -35,6 +35,7 @@ from hdet.signals.gradient import GradientSignal, default_sample_every
 from hdet.signals.held_out import HeldOutGradient
 from hdet.signals.loss import LossSignal
 from hdet.signals.probe import ProbeSignal
+from hdet.signals.update_size import UpdateSize
 from hdet.weights.anchor import Anchor
 from hdet.weights.averaged import Weights
 from hdet.weights.columns import stride_of
@@ -57,11 +58,9 @@ def make_loop(
     acting: tuple[float, float],
     step: int,
     groups: Groups,
-    gated: bool = False,
-    first_scale: float = 1.0,
     signal: SignalName = "loss",
     anchor: AnchorChoice | None = None,
-    climb: Climb | None = None,
+    level: Level | None = None,
     rollback: bool = True,
     bounds: tuple[float, float] | None = None,
 ) -> RoundLoop:
@@ -82,7 +81,7 @@ def make_loop(
     _check(common, replicas, apart=apart, signal=signal, spread=spread)
     elastic = averaging.make_outer().kind == "elastic"
     if elastic:
-        check_elastic(common, replicas, spread=spread, compares=any(panel.spreads), climbs=climb is not None)
+        check_elastic(common, replicas, spread=spread, compares=any(panel.spreads))
         rollback = False
     check_decay(common, signal)
     spread = spread if apart else 0.0
@@ -99,16 +98,19 @@ def make_loop(
         common, weights, knobs, panel, signal=signal, anchor=kept, knob_of_group=knob_of_group, whole=groups == "auto"
     )
     shows = spread > 0 or any(not each.compares for each in signals)
+    if level is not None and level.hint and not shows:
+        level = None  # the schedule as it is
+    if level is not None:
+        num_ranks = replicas.count * replicas.num_parts
+        signals.append(UpdateSize(num_ranks=num_ranks, stride=stride_of(None, optimizer)))
     steering = Steering(
         num_knobs=max(knob_of_group) + 1,
         num_replicas=replicas.count if apart else 1,
         spread=spread,
         controller=GroupController(controller) if groups == "auto" and controller is not None else controller,
         scale_bounds=bounds or adapt.bounds,
-        gated=gated and shows,
         seed=common.seed,
         round_index=step // interval,
-        first_scale=first_scale if shows else 1.0,
         panel=panel,
     )
     undoes = (rollback if faults.rollback is None else faults.rollback) and (apart or shows)
@@ -117,7 +119,7 @@ def make_loop(
         interval=interval,
         acting=acting,
         rollback=Rollback(faults.max_rollbacks, strict=faults.strict_rollbacks, interval=interval) if undoes else None,
-        climb=climb,
+        level=level,
         quarantine=faults.quarantine,
         anchored=kept is not None,
         anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
@@ -133,7 +135,7 @@ def make_loop(
         outer=averaging.make_outer(),
         optimizer_state=averaging.optimizer_state,
         fallback=_make_fallback(common),
-        undoes=undoes or climb is not None,
+        undoes=undoes,
         step=step,
     )
     values = Values(

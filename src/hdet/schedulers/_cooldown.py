@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet.checks import LARGEST, numbers_of, shown
-from hdet.policy.round import RoundPolicy
 
 
 class Cooldown(NamedTuple):
@@ -38,17 +37,12 @@ class Cooldown(NamedTuple):
         return cls(int(found[0]), int(found[1]), float(found[2]))
 
 
-def check_cooldown(steps: int, policy: RoundPolicy, schedule: LRScheduler, *, step: int, ended: bool) -> None:
+def check_cooldown(steps: int, schedule: LRScheduler, *, step: int, ended: bool) -> None:
     """Raise where no cooldown of so many steps can begin at ``step``. ``ended``: whether training has."""
     if ended:
         raise RuntimeError(
             f"cooldown() must be called before training ends, but it has ended at step {step}; load a "
             "state that was saved before"
-        )
-    if policy.climbing:
-        raise RuntimeError(
-            f"cooldown() must be called after the climb, but at step {step} it is still under way, for "
-            f"{policy.climb_left(step)} steps at most; call it then"
         )
     if isinstance(schedule, OneCycleLR) and step + steps > schedule.total_steps:
         left = schedule.total_steps - step

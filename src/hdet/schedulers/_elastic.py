@@ -6,7 +6,7 @@ from hdet.replicas.group import Replicas
 from hdet.schedulers._common import Common
 
 
-def check_elastic(common: Common, replicas: Replicas, *, spread: float, compares: bool, climbs: bool) -> None:
+def check_elastic(common: Common, replicas: Replicas, *, spread: float, compares: bool) -> None:
     """Raise where something needs all replicas at one place after every converge."""
     if common.gradients != "local":
         raise ValueError(
@@ -18,11 +18,6 @@ def check_elastic(common: Common, replicas: Replicas, *, spread: float, compares
             'outer="elastic" leaves replicas apart, where their losses cannot be compared and rounds cannot start on '
             'the line through an anchor: leave out what spreads, the knobs or signal="loss", or use outer="mean"; '
             f"got spread={spread!r}, knobs={[type(knob).__name__ for knob in common.knobs]}"
-        )
-    if climbs:
-        raise ValueError(
-            'outer="elastic" leaves replicas apart, and a climb puts all back to one place: pass '
-            f"adapt=Adapt(climb=False); got climb={common.adapt.climb!r}"
         )
     if common.faults.rollback:
         raise ValueError(

@@ -70,7 +70,7 @@ def attach(scheduler: RoundScheduler, optimizer: Optimizer, loop: RoundLoop) -> 
     optimizer.register_load_state_dict_pre_hook(look)
     optimizer.register_load_state_dict_post_hook(restore_own_lr)
     averager = loop.averager
-    watches = averager.anchor is not None or averager.fallback is not None or loop.skip_nonfinite
+    watches = averager.anchor is not None or averager.fallback is not None or loop.skip_nonfinite or loop.active
     # A compiled step must not trace these: what they count would be compiled again in every step.
     if watches or loop.apart:
         scheduler._habits.counts_updates = True

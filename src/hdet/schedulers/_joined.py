@@ -30,8 +30,6 @@ def take_up(optimizer: Optimizer, loop: RoundLoop, first_lr: Callable[[], float]
     first = first_lr()
     for group, factor in zip(groups[known:], loop.values.factors[known:], strict=True):
         lr = group["lr"]
-        if loop.policy.climbing:
-            factor = 1.0  # the learning rate is nowhere yet: what is given compares with the schedule's own
         given = lr is not optimizer.defaults.get("lr") and first * factor > 0
         if isinstance(lr, Tensor):
             group["lr"] = lr.clone()  # it may be the default itself, or another group's

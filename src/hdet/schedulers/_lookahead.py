@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch.optim.lr_scheduler import (
 
 from hdet.checks import number, shown
 from hdet.policy.timing import constant_then_linear
-from hdet.schedulers._base import RoundScheduler
+from hdet.schedulers._base import RoundScheduler, write_lr
 from hdet.schedulers._torch_state import all_of
 
 NUM_POINTS = 400
@@ -74,15 +76,39 @@ def check_schedule(schedule: Any) -> None:
         )
 
 
-def constant_schedule(optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
-    """The shape of a run without a schedule."""
+def check_lrs_given(optimizer: Optimizer) -> None:
+    """ValueError where learning rates do not say how param groups compare."""
     for k, group in enumerate(optimizer.param_groups):
         if not number(float(group["lr"])) > 0:
             raise ValueError(
                 "the optimizer's learning rates must be > 0, since they say how those of param groups compare, but "
                 f"that of param group {k} is {float(group['lr']):g}"
             )
+
+
+def constant_schedule(optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
+    """The shape of a run without a schedule."""
     return LambdaLR(optimizer, partial(constant_then_linear, total_steps=total_steps))
+
+
+@contextmanager
+def as_ratios(optimizer: Optimizer) -> Iterator[None]:
+    """Learning rates become those of param groups relative to the first one's, and come back where the block fails."""
+    groups = optimizer.param_groups
+    before = [(float(group["lr"]), group.get("initial_lr")) for group in groups]
+    first = before[0][0] if before and before[0][0] > 0 else 1.0
+    try:
+        for group, (lr, _) in zip(groups, before, strict=True):
+            write_lr(group, lr / first)
+            group.pop("initial_lr", None)
+        yield
+    except BaseException:
+        for group, (lr, initial) in zip(groups, before, strict=True):
+            write_lr(group, lr)
+            group.pop("initial_lr", None)
+            if initial is not None:
+                group["initial_lr"] = initial
+        raise
 
 
 def has_steps(schedule: LRScheduler) -> bool:

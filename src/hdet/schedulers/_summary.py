@@ -19,7 +19,7 @@ def facts_of(scheduler: RoundScheduler, loop: RoundLoop) -> Iterator[str]:
     yield f"step {scheduler.last_epoch}" + (f" of {total}" if total is not None and total < float("inf") else "")
     yield f"round {loop.steering.round_index}"
     records = loop.history
-    phase = "climb" if loop.policy.climbing else records[-1].phase if records else ""
+    phase = records[-1].phase if records else ""
     if phase := "finished" if loop.finished else phase:
         yield phase
     if not loop.active:

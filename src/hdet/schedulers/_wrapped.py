@@ -89,8 +89,6 @@ class Wrapped:
         if values.joined:
             for part in parts_of(self.schedule):
                 follow_momentum(part, groups, len(new))
-        if values.gated:
-            values.schedule_moved(old, new)
         self.lrs = new
         self.step = self.counter.last_epoch
 

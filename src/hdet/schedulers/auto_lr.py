@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from hdet.knobs import Knob
 from hdet.notices import tell
 from hdet.options import Adapt, Averaging, Copies, Faults
 from hdet.schedulers._agreement import agree, make_knobs, panel_beside_lr, refuse_with_schedule, warn_if_alone
-from hdet.schedulers._auto_settings import SignalName, auto_settings, interval_for
+from hdet.schedulers._auto_settings import SignalName, auto_settings, finds_level, interval_for
 from hdet.schedulers._base import RoundScheduler
 from hdet.schedulers._build import make_loop
 from hdet.schedulers._ceiling import Ceiling
@@ -29,7 +30,15 @@ from hdet.schedulers._cooldown import Cooldown, check_cooldown
 from hdet.schedulers._found import found_by
 from hdet.schedulers._hooks import refuse_second
 from hdet.schedulers._learned_decay import WeightDecayChoice
-from hdet.schedulers._lookahead import check_schedule, constant_schedule, has_steps, length_of, shape_of
+from hdet.schedulers._lookahead import (
+    as_ratios,
+    check_lrs_given,
+    check_schedule,
+    constant_schedule,
+    has_steps,
+    length_of,
+    shape_of,
+)
 from hdet.schedulers._saved import STATE_VERSION, cannot_load, check_version
 from hdet.schedulers._torch_state import facts_about, is_plain
 from hdet.schedulers._wrapped import Wrapped
@@ -57,7 +66,7 @@ class AutoLR(RoundScheduler, LRScheduler):
     ChainedScheduler, never inside, and a learning rate that something else has changed is an error.
 
     A param group that is added in mid-run starts with the learning rate it is given, or the first group's, and follows
-    the first group's schedule from there, in proportion; in mid-climb what it is given compares with the schedule's.
+    the first group's schedule from there, in proportion.
 
     Args:
         schedule: the optimizer, whose learning rates then only say how those of param groups compare: constant, with a
@@ -70,7 +79,7 @@ class AutoLR(RoundScheduler, LRScheduler):
             signal between 1 and 1000); 20 without (100).
         total_steps: length of the run, where the schedule does not tell. Without it the scale holds still from
             :meth:`cooldown` on only, and the last round has to be ended by :meth:`converge` unless that is called.
-        max_lr: what no learning rate ever exceeds, in the climb neither: a number, or one for each param group; groups
+        max_lr: what no learning rate ever exceeds: a number, or one for each param group; groups
             that join later have the first one's. Beside the bounds of the scale.
         knobs: of :mod:`hdet.knobs`, to explore beside the learning rate; replicas then differ with either signal.
         gradients: as in Explorer.
@@ -119,58 +128,65 @@ class AutoLR(RoundScheduler, LRScheduler):
         seed: int = 0,
     ) -> None:
         require_one_of("signal", signal, "auto", "gradient", "loss")
-        kind: SignalName = "loss" if signal == "loss" else "gradient"
         lr_given = not isinstance(schedule, Optimizer)
-        if isinstance(schedule, Optimizer):
-            require_total_steps(total_steps)
-            refuse_second(schedule)
-            schedule = constant_schedule(schedule, total_steps)
-        check_schedule(schedule)
-        optimizer = schedule.optimizer
-        total_steps = length_of(schedule) if total_steps is None else total_steps
-        interval = interval_for(kind, total_steps) if interval is None else interval
-        common = Common(
-            optimizer=optimizer, model=model, interval=interval, total_steps=total_steps, knobs=knobs,
-            gradients=gradients, probe=probe, adapt=adapt, copies=copies, faults=faults, averaging=averaging,
-            process_group=process_group, seed=seed, weight_decay=weight_decay,
-        )  # fmt: skip
-        refuse_with_schedule(common)
-        refuse_second(optimizer)
-        spread = adapt.spread if kind == "loss" else 0.0
-        beside = make_knobs(common, knobs)
-        self._ceiling = Ceiling(max_lr, len(optimizer.param_groups))
-        facts = {"schedule": type(schedule).__name__, "signal": signal, "max_lr": str(max_lr), **common.facts()}
-        facts |= facts_about(schedule)
-        replicas = agree(common, beside, facts, spread=spread)
-        warn_if_alone(beside, replicas)
-        if kind == "loss" and replicas.count == 1:
-            warnings.warn(
-                'signal="loss" compares replicas, and there is one: training continues with the schedule as it is. '
-                'Use signal="gradient", or start several with torchrun',
-                stacklevel=2,
-            )
+        with ExitStack() as undone:  # where something is refused, the optimizer is left as it was
+            first_lr = None
+            if isinstance(schedule, Optimizer):
+                require_total_steps(total_steps)
+                refuse_second(schedule)
+                check_lrs_given(schedule)
+                if isinstance(adapt, Adapt) and finds_level(adapt, step=0, lr_given=False):
+                    first_lr = float(schedule.param_groups[0]["lr"])
+                    undone.enter_context(as_ratios(schedule))
+                schedule = constant_schedule(schedule, total_steps)
+            kind: SignalName = "loss" if signal == "loss" else "gradient"
+            check_schedule(schedule)
+            optimizer = schedule.optimizer
+            total_steps = length_of(schedule) if total_steps is None else total_steps
+            interval = interval_for(kind, total_steps) if interval is None else interval
+            common = Common(
+                optimizer=optimizer, model=model, interval=interval, total_steps=total_steps, knobs=knobs,
+                gradients=gradients, probe=probe, adapt=adapt, copies=copies, faults=faults, averaging=averaging,
+                process_group=process_group, seed=seed, weight_decay=weight_decay,
+            )  # fmt: skip
+            refuse_with_schedule(common)
+            refuse_second(optimizer)
+            spread = adapt.spread if kind == "loss" else 0.0
+            beside = make_knobs(common, knobs)
+            self._ceiling = Ceiling(max_lr, len(optimizer.param_groups))
+            facts = {"schedule": type(schedule).__name__, "signal": signal, "max_lr": str(max_lr), **common.facts()}
+            facts |= facts_about(schedule)
+            replicas = agree(common, beside, facts, spread=spread)
+            warn_if_alone(beside, replicas)
+            if kind == "loss" and replicas.count == 1:
+                warnings.warn(
+                    'signal="loss" compares replicas, and there is one: training continues with the schedule as it is. '
+                    'Use signal="gradient", or start several with torchrun',
+                    stacklevel=2,
+                )
 
-        self.schedule = schedule
-        self._lr_given = lr_given
-        self.optimizer = optimizer
-        self.total_steps = math.inf if total_steps is None else total_steps
-        self._wrapped = wrapped = Wrapped(schedule)
-        self._step = wrapped.step
-        self.base_lrs = list(wrapped.base_lrs)
-        self._cooling: Cooldown | None = None
-        self._planned_steps = self.total_steps
-        loop = make_loop(
-            common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self._step,
-            **auto_settings(
-                common, kind, step=self._step, lr_given=lr_given, has_steps=has_steps(schedule),
-                shape=() if total_steps is None else shape_of(schedule, whole(total_steps)),
-            ),
-        )  # fmt: skip
-        for share in wrapped.shares_of_joined():
-            loop.follow(share)
-        self._planned_hold = loop.policy.acting[1]
-        self._attach(optimizer, loop)
-        self._refresh()
+            self.schedule = schedule
+            self._lr_given = lr_given
+            self.optimizer = optimizer
+            self.total_steps = math.inf if total_steps is None else total_steps
+            self._wrapped = wrapped = Wrapped(schedule)
+            self._step = wrapped.step
+            self.base_lrs = list(wrapped.base_lrs)
+            self._cooling: Cooldown | None = None
+            self._planned_steps = self.total_steps
+            loop = make_loop(
+                common, replicas, beside, panel_beside_lr(common, beside), spread=spread, step=self._step,
+                **auto_settings(
+                    common, kind, step=self._step, lr_given=lr_given, has_steps=has_steps(schedule),
+                    first_lr=wrapped.base_lrs[0] if first_lr is None else first_lr,
+                    shape=() if total_steps is None else shape_of(schedule, whole(total_steps)),
+                ),
+            )  # fmt: skip
+            for share in wrapped.shares_of_joined():
+                loop.follow(share)
+            self._planned_hold = loop.policy.acting[1]
+            self._attach(optimizer, loop)
+            self._refresh()
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -215,6 +231,9 @@ class AutoLR(RoundScheduler, LRScheduler):
                 loop.end_step(step, self._scheduled(), last=last)
             wrapped.advance(loop.values)
             self._step = step
+            loop.upcoming = step + 1
+            if loop.policy.follow(step):
+                loop.values.update()
             if self._ceiling.lrs:
                 self._ceiling.hold(loop.values, wrapped.lrs)
             self._write_lrs(self._scheduled())
@@ -244,7 +263,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         loop = self._rounds
         with loop.lock:
             ended = loop.finished or self._step == self.total_steps
-            check_cooldown(steps, loop.policy, self.schedule, step=self._step, ended=ended)
+            check_cooldown(steps, self.schedule, step=self._step, ended=ended)
             self._cool(Cooldown(self._step, int(steps), self._cooled()))
             self._refresh()
 
@@ -308,13 +327,13 @@ class AutoLR(RoundScheduler, LRScheduler):
         that cannot be used raises ValueError and changes nothing.
 
         A state that the wrapped schedule itself has written, in a run without hdet, is continued as it is: at its step,
-        without a climb, at a scale of 1. Where AutoLR was given the optimizer alone, only the step is taken, from a
+        at a scale of 1. Where AutoLR was given the optimizer alone, only the step is taken, from a
         state of any schedule or from ``{"last_epoch": step}``.
         """
         with self._rounds.lock:
             if is_plain(state_dict):
                 self._load(self._adopted(state_dict))
-                tell(f"a run without hdet is continued from step {self._step}: no climb, and the scale starts at 1")
+                tell(f"a run without hdet is continued from step {self._step}: the scale starts at 1")
                 return
             check_version(state_dict, "AutoLR")
             self._load(state_dict)

@@ -33,9 +33,7 @@ LR_OPTIMISM = 0.75
 _UNUSED = {
     "spread": "Explorer spreads knobs; use knobs.LearningRate(spread=...) among them",
     "groups": "Explorer has it in knobs.LearningRate(groups=...)",
-    "climb": "Explorer starts every knob from the value it has",
-    "gated": "Explorer has no schedule whose warm-up could be gated",
-    "first_scale": "Explorer starts every knob from the value it has",
+    "level": "Explorer starts every knob from the value it has",
     "hold_share": "Explorer adapts to the end; call finish() where it should stop",
     "shape": "Explorer has no schedule whose shape could be kept",
     "sample_every": "Explorer compares losses, and samples no gradients",

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hdet.checks import FloatArray
 from hdet.history import HeldOut, KnobRecord
+from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
 
 
@@ -27,6 +28,7 @@ class Reading(NamedTuple):
         probed: what held-out data show of the learning rate, where they are asked about it.
         learned: knobs that it has moved itself, to first order, by name.
         trained: mean training loss of each replica late in the round, beside ``losses`` on held-out data.
+        sizes: of weights and update in the round's last step, where they were measured.
     """
 
     losses: FloatArray | None = None
@@ -36,6 +38,7 @@ class Reading(NamedTuple):
     probed: HeldOut | None = None
     learned: Mapping[str, KnobRecord] = MappingProxyType({})
     trained: FloatArray | None = None
+    sizes: Sizes | None = None
 
 
 class Signal:
@@ -51,8 +54,8 @@ class Signal:
     """In a saved state."""
     compares = True
     """Whether it shows anything only where replicas are apart."""
-    dense = False
-    """Whether to measure in every step, set before each: in a climb every step is a round of its own."""
+    ends_round = False
+    """Whether a round ends with the step that follows, set before each."""
     needs_losses = False
     """Whether it shows nothing unless each replica was given a loss in every round."""
 
@@ -114,5 +117,6 @@ def merged(readings: list[Reading]) -> Reading:
         slopes=slopes.slopes,
         whole=slopes.whole,
         probed=next((r.probed for r in readings if r.probed is not None), None),
+        sizes=next((r.sizes for r in readings if r.sizes is not None), None),
         learned={name: record for r in readings for name, record in r.learned.items()},
     )

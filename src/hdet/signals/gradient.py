@@ -89,7 +89,7 @@ class GradientSignal(Signal):
     def before_step(self, optimizer: Optimizer) -> None:
         """Take a sample if one is due."""
         self.num_calls += 1
-        skipped = not self.dense and (self.num_calls - 1) % self.sample_every
+        skipped = (self.num_calls - 1) % self.sample_every
         if skipped or len(self._rows) + len(self.samples) == MAX_SAMPLES:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]

@@ -75,7 +75,7 @@ class HeldOutGradient(GradientSignal):
         self.decay = decay
         self._acting = False
         self.num_steps = 0
-        """Steps outside a climb, which is too short for probes and is undone."""
+        """Optimizer steps."""
         self._start_over()
 
     @property
@@ -101,8 +101,6 @@ class HeldOutGradient(GradientSignal):
 
     def before_step(self, optimizer: Optimizer) -> None:
         super().before_step(optimizer)
-        if self.dense:
-            return
         self.num_steps += 1
         if self.num_steps % self.probe_every == 0 and len(self._probe_rows) + len(self.probes) < MAX_SAMPLES:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -138,8 +136,6 @@ class HeldOutGradient(GradientSignal):
 
         Optimism is counted in standard errors: it should not grow because probes are few.
         """
-        if self.dense:
-            return super().drain()._replace(learned=self._learned())
         self._follow_anchor()
         early = self.gap.num < MIN_PROBES and not self.moved
         if not len(self.probes) and not early:  # nothing is decided without one

@@ -25,7 +25,7 @@ def check_controller(
     """Raise AssertionError with the first rule of the contract that a controller breaks.
 
     The rules: an update is a pure function; the state is a NamedTuple of float arrays, each dimension 1 or K long, that
-    survives saving; factors are positive and finite, one for each knob; openness is None or in [0, 1]; info holds
+    survives saving; factors are positive and finite, one for each knob; info holds
     tuples of floats; neither the order of the replicas nor a constant added to all losses matters; reordering the knobs
     reorders the decision; losses and slopes that are not finite never do harm, and a round that shows nothing moves
     nothing.
@@ -132,16 +132,11 @@ def _check_state(state: Any, num_knobs: int) -> None:
 
 def _check_decision(decision: Any, num_knobs: int) -> None:
     _require(isinstance(decision, Decision), f"update must return a Decision, but got {type(decision).__name__}")
-    factors, openness = decision.factors, decision.openness
+    factors = decision.factors
     shape = np.shape(factors)
     _require(shape == (num_knobs,), f"factors must have shape ({num_knobs},), but got {shape}")
     healthy = bool(np.isfinite(factors).all() and (factors > 0).all())
     _require(healthy, "factors must be positive and finite, but got %r", factors)
-    if openness is not None:
-        shape = np.shape(openness)
-        _require(shape == (num_knobs,), f"openness must be None or have shape ({num_knobs},), but got {shape}")
-        inside = bool(((openness >= 0) & (openness <= 1)).all())
-        _require(inside, "openness must lie in [0, 1], but got %r", openness)
     for name, values in decision.info.items():
         plain = type(values) is tuple and all(type(value) is float for value in values)
         _require(plain, "info[%r] must be a tuple of floats, but got %r", name, values)
@@ -172,7 +167,6 @@ def _check_pure(controller: Controller, rounds: list[Evidence]) -> None:
         same = (
             _same(_packed(state), _packed(other_state))
             and _same([decision.factors], [other.factors])
-            and _same(_openness(decision), _openness(other))
             and repr(decision.info) == repr(other.info)
         )
         _require(same, "update must be pure: the same state and evidence gave two different results")
@@ -259,8 +253,6 @@ def _require_alike(
     for (_, a), (_, b) in zip(one, other, strict=True):
         factors = a.factors[order]
         _require(_close([factors], [b.factors]), "%s factors %s became %s", rule, factors, b.factors)
-        opens = [openness[order] for openness in _openness(a)]
-        _require(_close(opens, _openness(b)), "%s openness %s became %s", rule, a.openness, b.openness)
 
 
 def _arrays(evidence: Evidence) -> list[FloatArray]:
@@ -269,10 +261,6 @@ def _arrays(evidence: Evidence) -> list[FloatArray]:
 
 def _packed(state: Any) -> list[FloatArray]:
     return [np.array(value) for value in state]
-
-
-def _openness(decision: Decision) -> list[FloatArray]:
-    return [] if decision.openness is None else [decision.openness]
 
 
 def _same(one: list[FloatArray], other: list[FloatArray]) -> bool:

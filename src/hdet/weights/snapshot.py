@@ -39,20 +39,6 @@ class Snapshot:
     def taken(self) -> bool:
         return self._last is not None or self._proven is not None
 
-    @property
-    def latest(self) -> tuple[dict[int, Tensor], dict[int, dict[str, Any]]] | None:
-        """Tensors by key, and optimizer state by parameter, that :meth:`restore` would bring back; None without any."""
-        found = self._proven or self._last
-        return None if found is None else (found.tensors, found.whole_state())
-
-    @torch.no_grad()
-    def fill(self, tensors: Mapping[int, Tensor], state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Hold copies of these, as if they had been taken."""
-        parts, homes = _parts(state)
-        copied = {index: {name: self._kept(None, v) for name, v in each.items()} for index, each in parts.items()}
-        self._proven = None
-        self._last = _Copy({key: self._kept(None, t) for key, t in tensors.items()}, copied, homes)
-
     def forget(self) -> None:
         self._last = self._proven = None
         self._pinned = PinnedMemory()

@@ -93,7 +93,6 @@ def _train(bench: Bench, data: HeldBack, lr: float, seed: int) -> dict[str, Any]
     record = {
         "lr": lr, "schedule": "none", "seed": seed, "loss": found["loss"], **({"others": others} if others else {}),
         "curve": curve, "lrs": thinned(lrs, NUM_LRS), "rollbacks": history[-1].num_rollbacks if history else 0,
-        "climb": [scheduler.found().climb_steps, scheduler.found().why],
         "weight_decay": max(scheduler.found().weight_decays), "num_held_back": len(data.probe_rows),
     }  # fmt: skip
     return {**record, "error": error} if error else record

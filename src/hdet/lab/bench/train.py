@@ -128,7 +128,7 @@ def _record(result: Result, watch: Watch | None) -> dict[str, Any]:
         record["curve"] = watch.curves.get(id(run), [])
     if run.is_auto:
         record["lrs"] = thinned(list(zip(result.steps, result.base_lr, strict=True)), NUM_LRS)
-        record |= {"rollbacks": result.num_rollbacks, "climb": [result.climb_steps, result.climb_ending]}
+        record["rollbacks"] = result.num_rollbacks
     if result.error:
         record["error"] = result.error
     return record

@@ -264,8 +264,7 @@ def make_scheduler(
     if settings.method == "paper":
         # What OneCycleAutoLR does, around another schedule.
         adapt = Adapt(
-            controller=PaperController(), spread=settings.spread, anchor="round", groups="each", gated=False,
-            first_scale=1.0, hold_share=0.0,
+            controller=PaperController(), spread=settings.spread, anchor="round", groups="each", hold_share=0.0,
         )  # fmt: skip
         return AutoLR(plain, signal="loss", adapt=adapt, faults=Faults(rollback=False), **common)
     chosen = optimizer if settings.schedule == "none" and settings.method == "gradient" else plain

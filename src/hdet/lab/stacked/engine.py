@@ -29,10 +29,12 @@ class Step(NamedTuple):
         losses: (R, N), of each replica on its own part of the batch, before the update.
         slopes: (R, G), <g, theta - A> for each run and param group: gradient and mean weights before the update. The
             derivative of the loss by the log of the learning rate since the anchor.
+        sizes: (R, 3), norms of the mean weights before the update, of the update and of the gradient.
     """
 
     losses: Tensor
     slopes: Tensor
+    sizes: Tensor
 
 
 class StackedModels:
@@ -229,8 +231,10 @@ class StackedModels:
             if self.max_grad_norm is not None:
                 norms = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
                 gradient = gradient * (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+            before, size = self.mean(), torch.linalg.vector_norm(gradient.mean(1), dim=-1)
             self._update(gradient, lrs)
-        return Step(losses, slopes)
+            sizes = [torch.linalg.vector_norm(each, dim=-1) for each in (before, self.mean() - before)]
+        return Step(losses, slopes, torch.stack([*sizes, size], dim=-1))
 
     def _update(self, gradient: Tensor, lrs: Tensor) -> None:
         if isinstance(self.optimizer, Rule):  # one learning rate for all groups

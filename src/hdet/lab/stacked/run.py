@@ -8,9 +8,9 @@ from typing import Any
 from hdet.checks import FloatArray
 from hdet.controllers import Controller, PaperController
 from hdet.lab.recipes import SweepMethod as Method
-from hdet.policy.climb import Climb
-from hdet.policy.timing import has_time_to_climb, hold_start
-from hdet.schedulers._auto_settings import FIRST_SCALES, make_evidence_controller, starts_cold
+from hdet.policy.level import Level
+from hdet.policy.timing import hold_start
+from hdet.schedulers._auto_settings import make_controller
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Run:
         interval: T.
         spread: alpha.
         start, hold: shares of the run before and after which the scale holds still; None for AutoLR's own.
-        climb, first_scale, gated, rollback, quarantine: as in AutoLR.
+        level, rollback, quarantine: as in AutoLR.
         controller: arguments of the controller.
         warm_noise: nu of Eq. 10, per tensor: start from the checkpoint of the seed, each replica with its own noise.
             None for freshly built weights.
@@ -44,9 +44,7 @@ class Run:
     spread: float = 0.1
     start: float | None = None
     hold: float | None = None
-    climb: bool | None = None
-    first_scale: float | None = None
-    gated: bool | None = None
+    level: bool | None = None
     rollback: bool = True
     quarantine: float | None = None
     controller: dict[str, Any] = field(default_factory=dict)
@@ -63,37 +61,28 @@ class Run:
     def is_auto(self) -> bool:
         return self.method == "loss" or self.method == "gradient"
 
-    def make_climb(self, num_steps: int, *, lr_given: bool) -> Climb | None:
-        climbs = self.climb
-        if climbs is None:
-            told = self.first_scale is not None or self.gated is not None
-            climbs = self.method == "gradient" and not told and has_time_to_climb(num_steps, lr_given=lr_given)
-        return Climb(num_steps) if climbs else None
+    def make_level(self, table: FloatArray, *, lr_given: bool) -> Level | None:
+        if not self.is_auto or self.level is False:
+            return None
+        if not lr_given:
+            return Level(len(table), peak=self.lr, given=1.0)
+        peak = float(table.max())
+        return Level(len(table), peak=peak * self.lr, hint=True, warms_up=bool(table[0] < peak / 2))
 
-    def acting(self, table: FloatArray, *, climbs: bool) -> tuple[float, float]:
+    def acting(self, table: FloatArray) -> tuple[float, float]:
         """Between which steps the scale moves."""
         num_steps = len(table)
-        start = num_steps * ((0.0 if climbs else 0.02) if self.start is None else self.start)
+        found = self.is_auto and self.level is not False
+        start = num_steps * ((0.0 if found else 0.02) if self.start is None else self.start)
         if self.method != "gradient" or self.hold is not None:
             return start, (1 - (0.05 if self.hold is None else self.hold)) * num_steps
         return start, hold_start(num_steps, table.tolist())
-
-    def is_gated(self, num_steps: int, *, climbs: bool) -> bool:
-        """Whether the schedule's own rise needs evidence."""
-        by_itself = climbs or starts_cold(num_steps, self.interval)
-        return self.is_auto and (by_itself if self.gated is None else self.gated)
-
-    def make_first_scale(self, num_steps: int) -> float:
-        if self.method == "loss" or self.method == "gradient":
-            cold = FIRST_SCALES[self.method] if starts_cold(num_steps, self.interval) else 1.0
-            return cold if self.first_scale is None else self.first_scale
-        return 1.0
 
     def make_controller(self) -> Controller | None:
         if self.method == "paper":
             return PaperController(**self.controller)
         if self.method == "loss" or self.method == "gradient":
-            return make_evidence_controller(self.method, **self.controller)
+            return make_controller(self.method, **self.controller)
         return None
 
 
@@ -104,12 +93,11 @@ class Result:
     Attributes:
         run: its configuration.
         validation: figures at the final mean weights, ``loss`` first.
-        steps: taken at the end of each round; in a climb each is a round.
+        steps: taken at the end of each round; each of the first ones is a round.
         train_loss: mean loss over replicas, round by round.
         base_lr: centre of the first param group's learning rate, round by round.
         z: the controller's evidence, round by round, of the first knob.
         num_rollbacks: how often it was set back.
-        climb_steps, climb_ending: how long its climb took, and how it ended.
         error: why it could not go on, where a run on real processes would have ended; its ``validation`` is then NaN.
     """
 
@@ -120,8 +108,6 @@ class Result:
     base_lr: list[float] = field(default_factory=list)
     z: list[float] = field(default_factory=list)
     num_rollbacks: int = 0
-    climb_steps: int = 0
-    climb_ending: str = ""
     error: str = ""
 
     @property

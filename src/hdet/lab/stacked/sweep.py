@@ -118,17 +118,18 @@ def _stacked_sweep(
     )
     rows = row_table(task, [run.seed for run in runs], num_steps, num_replicas).to(device)
     steered = [
-        Steered(run, tables[name], len(groups), lr_given=name != "none")
+        Steered(run, tables[name], len(groups), lr_given=name != "none", num_parameters=sum(engine.sizes))
         for run, name in zip(runs, schedules, strict=True)
     ]
     seen: list[Tensor] = []
     for step in range(num_steps):
         if step:
             for s in steered:
-                s.rise(step)
+                s.policy.follow(step)
         lrs = torch.from_numpy(np.stack([s.lrs(s.table[step]) for s in steered]))
         found = engine.step(task.gather(rows[step]), lrs.to(device, dtype, non_blocking=True))
-        seen.append(torch.cat([found.losses.double(), found.slopes.sum(-1, keepdim=True).double()], dim=1))
+        slopes = found.slopes.sum(-1, keepdim=True)
+        seen.append(torch.cat([found.losses.double(), slopes.double(), found.sizes.double()], dim=1))
         last = step + 1 == num_steps
         due = [s.policy.is_due(step + 1, last=last) for s in steered]
         if not any(due):
@@ -136,7 +137,7 @@ def _stacked_sweep(
             continue
         for rows_of_step in torch.stack(seen).cpu().numpy():
             for s, row in zip(steered, rows_of_step, strict=True):
-                s.take(row[:-1], float(row[-1]))
+                s.take(row[:-4], float(row[-4]), row[-3:])
         seen = []
         _end_round(engine, steered, due, step + 1, last=last)
         watch(step + 1, engine, runs)

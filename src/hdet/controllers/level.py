@@ -1,0 +1,219 @@
+"""The level controller: a learning rate rises where the slope supports it or progress has earned it (Eq. 17)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from hdet.checks import FloatArray, number, require
+from hdet.controllers.base import Decision, Evidence
+from hdet.controllers.evidence import Smoothed, loss_slopes
+
+NUM_ROWS = 128
+"""Of a trail. A longer run has so many at most, each of several rounds."""
+MIN_ROWS = 8
+"""Before it shows progress."""
+SMOOTHING = 0.5
+DOUBT = 2.0
+"""Of its standard errors: what the brake takes off a slope that speaks against the knob."""
+SLOPE_GAIN = 2.0
+"""How often a rescaling of the whole way would be made up for while the time since the start grows e-fold."""
+LINEAR = -0.8
+"""Elasticities below are those of a loss that is linear along the way: nothing limits the learning rate yet."""
+EARNED = (3.0, 10.0)
+"""Standard errors of progress: from the first on a rise is earned, from the second on all of it."""
+SURE, VERY_SURE = 2.0, 4.0
+"""Standard errors of a slope that supports a move; and of one that does so where progress does not."""
+TOO_HIGH = 0.25
+"""Elasticity above which a slope that is very sure lowers the knob."""
+BRAKE, TOO_DEAR = (0.3, 0.6), 2.0
+"""Of cost over gain: where rises fade out, and where the knob falls."""
+MAX_RISE, MAX_FALL = 0.5, 0.2
+"""Of the logarithm, in one round."""
+STANDSTILL, STANDSTILL_FALL, LOWEST = 1.0, 0.1, 0.3
+"""Standard errors of progress below which the loss stands still; the fall in a round then; and how far below the first
+level, unless the loss is worse than it was."""
+
+
+class LevelState(NamedTuple):
+    """Smoothed slope of the loss over each knob, its smoothed variance, and the weight both have gathered.
+
+    And the trail: slope and loss of all rounds since the evidence began, ``stride`` rounds a row, ``filled`` rows of
+    them; ``open`` has the sums of the row that is not full, and how many rounds are in it.
+    """
+
+    slope: FloatArray
+    variance: FloatArray
+    weight: FloatArray
+    trail: FloatArray
+    filled: FloatArray
+    stride: FloatArray
+    open: FloatArray
+
+
+class LevelController:
+    r"""Raises a learning rate where the slope supports it or progress has earned it; lowers it where the loss stands.
+
+    With b the slope of the loss over the logarithm of the learning rate since the anchor, z = b over its standard
+    error, and P the fall of the loss since then, the *elasticity* e = b / P tells how far the run is from the best
+    rescaling of its whole way: on a parabola along the way that is a factor of (1 + e/2) / (1 + e). With q the fall of
+    the loss between the middle and the end of the run so far, in standard errors, and :math:`d\tau = d \log t`:
+
+    .. math:: \log s \leftarrow \log s + d\tau \left( c \,\mathrm{clip}\!\left(\frac{z_0 - z}{z_0}, 0, 1\right)
+        \mathrm{clip}\!\left(\frac{q - 3}{7}, 0, 1\right) + 2 \log \frac{1 + e/2}{1 + e} [z < -2] \right) \quad (17)
+
+    The first part is optimism, which progress has to earn; the second is the slope's. Where e is below -0.8 with
+    certainty, the loss is linear along the whole way and the rate may grow by up to a half of its logarithm a round.
+    Rises fade out as the relative size of an update reaches ``max_update``, and as b over the gain of the run (how far
+    the loss falls while the time since the start grows e-fold) goes from 0.3 to 0.6.
+
+    The rate falls where the loss stands still (q < 1) and the slope does not ask for more, by 0.1 a round and to 0.3 of
+    the first level; without that bound where the loss has risen (q < -3); and where the slope says that less would have
+    been better: e > 0.25 with z > 4, or twice the gain.
+
+    Args:
+        pace: c >= 0, how far optimism moves the logarithm while the time since the start grows e-fold.
+        optimism: z0 > 0, how many standard errors of evidence against it a higher value needs, at first and at the end
+            of the time in which it may move; their mean in a run of unknown length.
+        max_update: the size of an update, relative to the weights, at which rises end; None for no bound.
+    """
+
+    def __init__(
+        self,
+        *,
+        pace: float = 2.0,
+        optimism: tuple[float, float] = (2.5, 1.0),
+        max_update: float | None = 0.0125,
+    ) -> None:
+        require(number(pace) >= 0, "pace", "a finite number >= 0", pace)
+        fine = isinstance(optimism, (tuple, list)) and len(optimism) == 2 and all(number(z) > 0 for z in optimism)
+        require(fine, "optimism", "a pair of finite numbers > 0", optimism)
+        require(max_update is None or number(max_update) > 0, "max_update", "None or a finite number > 0", max_update)
+        self.pace, self.optimism, self.max_update = pace, (float(optimism[0]), float(optimism[1])), max_update
+
+    def init(self, num_knobs: int) -> LevelState:
+        slope, variance, weight, filled = (np.zeros(num_knobs) for _ in range(4))
+        trail, rest = np.zeros((num_knobs, NUM_ROWS, 2)), np.zeros((num_knobs, 3))
+        return LevelState(slope, variance, weight, trail, filled, np.ones(num_knobs), rest)
+
+    def forget(self, state: LevelState) -> LevelState:
+        """Without the evidence of a round that was undone and those before; what the run has gained stays known."""
+        fresh = self.init(len(state.slope))
+        return state._replace(slope=fresh.slope, variance=fresh.variance, weight=fresh.weight)
+
+    def check_state(self, state: LevelState) -> None:
+        Smoothed.check(state.variance, state.weight)
+        counts = np.stack([state.filled, state.stride, state.open[:, 2]])
+        fine = (counts >= 0).all() and (counts % 1 == 0).all()
+        if not fine or (state.filled >= NUM_ROWS).any() or (state.stride < 1).any():
+            raise ValueError(
+                f"filled must be below {NUM_ROWS} and stride >= 1, whole numbers, but got {counts.tolist()}"
+            )
+
+    def update(self, state: LevelState, evidence: Evidence) -> tuple[LevelState, Decision]:
+        slope, error = evidence.slopes if evidence.slopes is not None else loss_slopes(evidence)
+        smoothed = Smoothed(state.slope, state.variance, state.weight).updated(slope, error, SMOOTHING)
+        seen = np.isfinite(slope)
+        state = state._replace(slope=smoothed.slope, variance=smoothed.variance, weight=smoothed.weight)
+        state = _followed(state, smoothed.last, evidence.losses)
+        z, known = smoothed.z(SMOOTHING), [_known(state, k) for k in range(len(slope))]
+        progress, cost = (np.array(row) for row in zip(*known, strict=True))
+        elasticity = _elasticity(smoothed.mean, evidence)
+        moves = [
+            self._move(*numbers, enough=bool(state.filled[k] * state.stride[k] >= MIN_ROWS), evidence=evidence, knob=k)
+            for k, numbers in enumerate(zip(z, elasticity, progress, cost, strict=True))
+        ]
+        # A round that shows nothing moves nothing.
+        move = np.where(seen, moves, 0.0)
+        info = {
+            "slope": tuple(smoothed.mean.tolist()),
+            "standard_error": tuple(smoothed.standard_error(SMOOTHING).tolist()),
+            "z": tuple(z.tolist()),
+            "elasticity": tuple(elasticity.tolist()),
+            "progress": tuple(progress.tolist()),
+            "cost_over_gain": tuple(cost.tolist()),
+        }
+        return state, Decision(np.exp(move), info)
+
+    def _move(
+        self, z: float, e: float, progress: float, cost: float, *, enough: bool, evidence: Evidence, knob: int
+    ) -> float:
+        """By how much the logarithm of a scale should change."""
+        best = math.log((1 + e) / (1 + e / 2))
+        first, last = self.optimism
+        optimism = first + (last - first) * (0.5 if evidence.progress is None else min(evidence.progress, 1.0))
+        rise = 0.0
+        if enough:
+            earned = _clip((progress - EARNED[0]) / (EARNED[1] - EARNED[0]))
+            rise = self.pace * evidence.elapsed * _clip((optimism - z) / optimism) * earned
+        supported = z < -SURE and e < 0
+        if supported and (z < -VERY_SURE or progress >= EARNED[0]):
+            rise -= SLOPE_GAIN * best * evidence.elapsed
+            if e < LINEAR:
+                rise = max(rise, MAX_RISE * _clip((-z - VERY_SURE) / 6))
+        if self.max_update is not None and e >= LINEAR and evidence.update is not None:
+            rise *= _clip((self.max_update - evidence.update) / (0.3 * self.max_update))
+        rise *= 1 - _clip((cost - BRAKE[0]) / (BRAKE[1] - BRAKE[0]))
+        move = 0.0 if evidence.in_warmup else min(rise, MAX_RISE)
+        if enough and progress < STANDSTILL and not supported and not evidence.in_warmup:
+            below = evidence.scales is None or evidence.scales[knob] > LOWEST * evidence.level
+            if below or progress < -EARNED[0]:
+                move = min(move, -STANDSTILL_FALL * min(STANDSTILL - progress, 1.0))
+        if z > VERY_SURE and e > TOO_HIGH:
+            move = min(move, -min(SLOPE_GAIN * best * evidence.elapsed, MAX_FALL))
+        if enough and cost > TOO_DEAR:
+            move = min(move, -min(SLOPE_GAIN * evidence.elapsed * min(cost - TOO_DEAR, 1.0), MAX_FALL))
+        return move
+
+
+def _clip(share: float) -> float:
+    return min(max(share, 0.0), 1.0)
+
+
+def _elasticity(slope: FloatArray, evidence: Evidence) -> FloatArray:
+    """B / P, of which -1 is that of a loss that falls along a line; where P is lost in noise, that is not excluded."""
+    losses = evidence.losses[np.isfinite(evidence.losses)]
+    if evidence.start is None or not len(losses):
+        return np.zeros(len(slope))
+    first, noise = evidence.start
+    fall, error = first - float(losses.mean()), noise
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        down = slope / np.maximum(np.maximum(fall - DOUBT * error, np.abs(slope)), 1e-300)
+        up = slope / max(fall, error, 1e-300)
+        return np.clip(np.where(slope < 0, down, up), -0.98, 10.0)
+
+
+def _followed(state: LevelState, slope: FloatArray, losses: FloatArray) -> LevelState:
+    """The state with one more round in its trail, where slope and loss are known."""
+    seen = losses[np.isfinite(losses)]
+    trail, count, stride, rest = state.trail.copy(), state.filled.copy(), state.stride.copy(), state.open.copy()
+    for k in np.flatnonzero(np.isfinite(slope)) if len(seen) else ():
+        rest[k] += (slope[k], seen.mean(), 1.0)
+        if rest[k, 2] < stride[k]:
+            continue
+        trail[k, int(count[k])] = rest[k, :2] / rest[k, 2]
+        rest[k] = 0.0
+        count[k] += 1
+        if count[k] == NUM_ROWS:
+            trail[k, : NUM_ROWS // 2] = trail[k].reshape(-1, 2, 2).mean(axis=1)
+            count[k], stride[k] = NUM_ROWS // 2, 2 * stride[k]
+    return state._replace(trail=trail, filled=count, stride=stride, open=rest)
+
+
+def _known(state: LevelState, knob: int) -> tuple[float, float]:
+    """Progress in its standard errors, and cost over gain: the last quarter of the trail against its third eighth."""
+    num = int(state.filled[knob])
+    if num < MIN_ROWS:
+        return 0.0, 0.0
+    slopes, losses = state.trail[knob, :num].T
+    late, half = slice(int(0.75 * num), num), slice(int(0.375 * num), num // 2)
+    drop = float(losses[half].mean() - losses[late].mean())
+    num_late, num_half = len(losses[late]), len(losses[half])
+    noise = math.sqrt(float((np.diff(losses[late]) ** 2).mean()) / 2 * (1 / num_late + 1 / num_half))
+    gain = max(drop, noise, 1e-300) / math.log(2)
+    slope = float(slopes[late].mean())
+    doubt = DOUBT * math.sqrt(float((np.diff(slopes[late]) ** 2).mean()) / 2 / num_late)
+    cost = float(np.clip(min(slope, max(slope - doubt, 0.0)) / gain, -1e6, 1e6))
+    return float(np.clip(drop / max(noise, 1e-300), -1e6, 1e6)), cost

@@ -1,0 +1,197 @@
+"""The first learning rate, from the size of the updates (Eq. 16). Numbers only.
+
+A step that changes the weights by about a hundredth of their size is a sensible first one for every optimizer and every
+size of model; the learning rate that does so follows from one measured update. So the first steps are taken at a
+negligible rate, which tells the size of an update per unit of learning rate, and the rate then rises along the warm-up.
+Every step trains, and none is taken back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hdet.checks import flag_of, mapping_of, number, shown, whole_of
+
+SHARE = 0.02
+"""delta of Eq. 16: the size of an update, relative to that of the weights."""
+SETTLED = 2.0
+"""What the last update counts beside the largest one: updates of a fixed size, as Lion's, add up to more than those
+that shrink as noise averages out, as Adam's."""
+PROBE_LR, PROBE_SIZE = 1e-12, 1e-4
+"""The learning rate of the first step; and the relative size that the next one aims at, before an update was seen."""
+MEASURABLE = 1e-6
+"""Relative updates below are lost in rounding."""
+MAX_TRIES = 20
+"""Steps without a measurable update, before the learning rate that was given is used instead."""
+TRUST = 8.0
+"""A schedule is followed as it is where its peak is within this factor of the first level."""
+WARM_SHARE, MAX_WARM, UNKNOWN_WARM = 0.06, 500, 50
+"""Of the run: the steps in which the learning rate rises from zero; at most, and in a run of unknown length."""
+NUM_FIRST = 4
+"""Rounds of one step at the beginning."""
+
+
+class Sizes(NamedTuple):
+    """Euclidean norms over all entries that a step has moved or could have moved.
+
+    Attributes:
+        weights: before the step.
+        update: of what the step has added.
+        gradient: before the step.
+        num: of entries.
+    """
+
+    weights: float
+    update: float
+    gradient: float
+    num: float
+
+
+class Level:
+    """Finds the scale at which a run starts.
+
+    Args:
+        total_steps: length of the run; None where it is unknown.
+        peak: the schedule's highest learning rate for the first param group.
+        given: the scale to fall back on where no update can be measured.
+        hint: whether the peak is worth following where it is near what is found.
+        warms_up: whether the schedule rises to its peak by itself.
+
+    Attributes:
+        scale: what the schedule has to be multiplied by now.
+        found: whether an update has been measured.
+        gave_up: whether there was none to measure.
+        done: whether the level is final: the warm-up is over.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None = None,
+        *,
+        peak: float = 1.0,
+        given: float = 1.0,
+        hint: bool = False,
+        warms_up: bool = False,
+    ) -> None:
+        self.warm_steps = UNKNOWN_WARM if total_steps is None else min(max(int(WARM_SHARE * total_steps), 1), MAX_WARM)
+        self.peak, self.given, self.hint, self.warms_up = peak, given, hint, warms_up
+        self.scale = PROBE_LR / peak
+        self.largest = self.last = self.lr = 0.0
+        self.num_tries = 0
+        self.found = self.gave_up = self.done = False
+        self._probed = 0.0
+
+    @property
+    def follows_hint(self) -> bool:
+        """Whether the schedule's own peak is the level."""
+        return self.hint and (self.gave_up or 1 / TRUST <= self.lr / self.peak <= TRUST)
+
+    def is_searching(self, step: int) -> bool:
+        """Whether the step after ``step`` is a round of its own."""
+        return not (self.found or self.gave_up) or step < NUM_FIRST
+
+    def share(self, step: int) -> float:
+        """Of the level, in the step after ``step``: the warm-up, where the schedule has none of its own."""
+        if not self.found or self.warms_up or self.follows_hint:
+            return 1.0
+        return min((step + 1) / self.warm_steps, 1.0)
+
+    def update(self, step: int, sizes: Sizes | None, rate: float, scheduled: float) -> str:
+        """Take in a step; what happened, in plain English, or nothing.
+
+        Args:
+            step: optimizer steps taken, this one included.
+            sizes: what was measured in it; None where nothing was.
+            rate: the first param group's learning rate in it.
+            scheduled: what the schedule alone gave.
+        """
+        said = ""
+        if not (self.found or self.gave_up):
+            self._search(sizes, rate, scheduled)
+            if self.gave_up:
+                said = (
+                    f"no update of the weights could be measured in {self.num_tries} steps: training goes on at the "
+                    f"learning rate that was given, {self.peak * self.scale:.3g}"
+                )
+        else:
+            self._measure(sizes, rate)
+        if self.found and not self.done:
+            self.lr = self.lr if self.largest == 0 else SHARE * self._weights / (self.largest + SETTLED * self.last)
+            self.scale = 1.0 if self.follows_hint else self.lr / self.peak
+        if step >= max(self.warm_steps, NUM_FIRST) and (self.found or self.gave_up) and not self.done:
+            self.done = True
+            said = said or self._say()
+        return said
+
+    def _search(self, sizes: Sizes | None, rate: float, scheduled: float) -> None:
+        self._measure(sizes, rate)
+        if self.largest > 0:
+            self.found = True
+            return
+        self.num_tries += 1
+        if self.num_tries >= MAX_TRIES:
+            self.gave_up, self.scale = True, self.given
+            return
+        if sizes is None or not sizes.gradient > 0 or not math.isfinite(sizes.gradient) or not sizes.weights > 0:
+            return
+        # Of the two sizes that an update may have per unit of learning rate, the larger one first: at most the square
+        # root of the number of entries where it is like a sign, the gradient's own where it is like SGD's.
+        aims = sorted(PROBE_SIZE * sizes.weights / size for size in (math.sqrt(sizes.num), sizes.gradient))
+        later = [aim for aim in aims if aim > self._probed]
+        self._probed = later[0] if later else 100 * self._probed
+        self.scale = self._probed / max(scheduled, 1e-3 * self.peak)
+
+    def _measure(self, sizes: Sizes | None, rate: float) -> None:
+        if sizes is None or self.done or not rate > 0:
+            return
+        if math.isfinite(sizes.update) and sizes.update > MEASURABLE * sizes.weights:
+            self.last = sizes.update / rate
+            self.largest = max(self.largest, self.last)
+            self._weights = sizes.weights
+
+    _weights = 0.0
+
+    def _say(self) -> str:
+        if self.gave_up:
+            return ""
+        if not self.hint:
+            return (
+                f"the learning rate starts from {self.lr:.3g}, at which a step changes the weights by about "
+                f"{self.lr * self.last / self._weights:.1%}"
+            )
+        if self.follows_hint:
+            return ""
+        return (
+            f"the schedule's peak of {self.peak:.3g} is {self.peak / self.lr:.2g} times the learning rate that the "
+            f"size of the updates suggests, {self.lr:.3g}; the schedule is followed from there"
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self)) | {"_weights": self._weights}
+
+    @staticmethod
+    def check_state(state: Any) -> Mapping[str, Any] | None:
+        """A state that can be used, or None: of a run without one; ValueError or KeyError otherwise."""
+        if state is None:
+            return None
+        found: Mapping[str, Any] = mapping_of(state, "level")
+        for name in ("warm_steps", "num_tries"):
+            whole_of(found[name], name)
+        for name in ("peak", "given", "scale"):
+            if not number(found[name]) > 0:
+                raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
+        for name in ("largest", "last", "lr", "_probed", "_weights"):
+            if not number(found[name]) >= 0:
+                raise ValueError(f"{name} of the level must be a finite number >= 0, but got {shown(found[name])}")
+        for name in ("hint", "warms_up", "found", "gave_up", "done"):
+            flag_of(found[name], name)
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that has been checked."""
+        for name in ("_weights", *vars(self)):
+            setattr(self, name, state[name])

@@ -1,0 +1,98 @@
+"""The size of an update beside that of the weights: what the first learning rate follows from (Eq. 16)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.checks import FloatArray
+from hdet.policy.level import Sizes
+from hdet.replicas.group import Replicas
+from hdet.replicas.sharding import local_tensor, num_shards
+from hdet.signals.base import Reading, Signal
+from hdet.weights.columns import Columns, columns_of
+
+
+class UpdateSize(Signal):
+    """Measures the optimizer step that ends a round: norms of weights, update and gradient over all that has one.
+
+    A copy of the weights lives for the length of that step; of a large model it is of a share of the entries.
+
+    Args:
+        num_ranks: ranks whose sums :meth:`share` adds up.
+        stride: measure one entry in so many.
+    """
+
+    name = "update_size"
+    compares = False
+
+    def __init__(self, *, num_ranks: int, stride: int = 1) -> None:
+        self.num_ranks = num_ranks
+        self.stride = stride
+        self._before: list[tuple[Tensor, Columns | None, Tensor]] = []
+        self._gradients: list[Tensor] = []
+        self._found: Sizes | None = None
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._before, self._gradients = [], []
+        if not self.ends_round:
+            return
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is None or not (p.is_floating_point() or p.is_complex()):
+                    continue
+                columns = columns_of(p, self.stride)
+                self._before.append((p, columns, _kept(p, columns).clone()))
+                gradient = local_tensor(p.grad)
+                norm = gradient.coalesce().values() if gradient.is_sparse else gradient
+                self._gradients.append(torch.linalg.vector_norm(norm.float()).square() * self._weight(p, None))
+
+    def _measured(self, device: torch.device) -> Tensor:
+        """Sums of this rank, after the step; NaN where it was not told of one."""
+        rows = []
+        for (p, columns, before), gradient in zip(self._before, self._gradients, strict=True):
+            after, weight = _kept(p, columns), self._weight(p, columns)
+            norms = [torch.linalg.vector_norm(_wide(t)).square() * weight for t in (before, after - before)]
+            rows.append(torch.stack([*norms, gradient, norms[0].new_tensor(weight * before.numel())]))
+        self._before, self._gradients = [], []
+        if not rows:
+            return torch.full((4,), math.nan, dtype=torch.float64, device=device)
+        return torch.stack([row.to(device) for row in rows]).double().sum(0)
+
+    def _weight(self, parameter: Tensor, columns: Columns | None) -> float:
+        """What a sum of squares over this rank's part counts in that over all ranks."""
+        share = num_shards(parameter) / self.num_ranks
+        return share if columns is None else share * columns.weight
+
+    @torch.no_grad()
+    def share(self, replicas: Replicas, losses: FloatArray) -> None:
+        """Add up what ranks have measured; a collective, and it waits for the device."""
+        found = replicas.sum_(self._measured(replicas.device)).cpu().tolist()
+        if not math.isnan(found[0]):
+            weights, update, gradient, num = found
+            self._found = Sizes(math.sqrt(weights), _root(update), _root(gradient), num)
+
+    def drain(self) -> Reading:
+        found = Reading(sizes=self._found)
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        self._found = None
+
+
+def _kept(parameter: Tensor, columns: Columns | None) -> Tensor:
+    local = local_tensor(parameter.detach())
+    return local if columns is None else columns.of(local)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_complex() or tensor.dtype == torch.float64 else tensor.float()
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan
