@@ -141,7 +141,7 @@ def test_a_one_cycle_raises_beyond_its_end_as_torchs_does(nested: bool) -> None:
     run = Run()
     schedule: LRScheduler = OneCycleLR(run.optimizer, 0.1, total_steps=10)
     if nested:
-        schedule = ChainedScheduler([schedule])  # type: ignore[assignment]
+        schedule = ChainedScheduler([schedule])
     scheduler = AutoLR(schedule, total_steps=10)
     run.train(scheduler, 10)
     with pytest.raises(ValueError, match=r"Tried to step 11 times\. The specified number of total steps is 10"):
@@ -194,7 +194,7 @@ def test_a_scaler_that_skips_many_steps_at_the_start_is_noticed_once(caplog: pyt
     for _ in range(60):
         run.optimizer.zero_grad()
         loss = 2**10 * (run.weights**2).sum()
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(run.optimizer)
         scaler.update()
         scheduler.step(loss.detach())
