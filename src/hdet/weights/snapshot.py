@@ -131,16 +131,6 @@ class _Copy(NamedTuple):
     state: dict[int, dict[str, Any]]
     homes: dict[tuple[int, str], _Home]
 
-    def whole_state(self) -> dict[int, dict[str, Any]]:
-        """The optimizer's state as it was, on its device and mesh."""
-        return {
-            index: {
-                name: self.homes[index, name].bring(value) if isinstance(value, Tensor) else copy.deepcopy(value)
-                for name, value in values.items()
-            }
-            for index, values in self.state.items()
-        }
-
 
 def _parts(
     state: Mapping[int, Mapping[str, Any]],
