@@ -26,8 +26,8 @@ STEPS = 16
 SAVED_STEP = 6
 """In the middle of a round of 4."""
 
-GRADIENT: dict[str, Any] = {"interval": 2, "adapt": Adapt(start_steps=0, first_scale=0.5)}
-APART: dict[str, Any] = {"signal": "loss", "interval": 4, "adapt": Adapt(spread=0.3, start_steps=0, first_scale=0.5)}
+GRADIENT: dict[str, Any] = {"interval": 2, "adapt": Adapt(start_steps=0, level=False)}
+APART: dict[str, Any] = {"signal": "loss", "interval": 4, "adapt": Adapt(spread=0.3, start_steps=0, level=False)}
 
 Order = Literal["interleaved", "blocks"]
 Results = tuple[list[dict[str, Any]], Path]

@@ -94,7 +94,7 @@ def gradient_signal(optimizer: Optimizer, model: nn.Module, **options: Any) -> A
 
 def _auto(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:
     schedule = OneCycleLR(optimizer, MAX_LR, TOTAL_STEPS, cycle_momentum=False)
-    settings: dict[str, Any] = {"interval": INTERVAL, "start_steps": 0, "first_scale": 0.5, "hold_share": 0.0}
+    settings: dict[str, Any] = {"interval": INTERVAL, "start_steps": 0, "level": False, "hold_share": 0.0}
     return AutoLR(schedule, model=model, **grouped(**{**settings, **options}))
 
 
