@@ -11,49 +11,35 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from climbing import TOTAL_STEPS, Run, make_optimizer, net
+from level_run import TOTAL_STEPS, Run, make_optimizer, net
 from hdet import Found
 
 pytestmark = pytest.mark.filterwarnings("ignore:the round that ended at step", "ignore:.* rounds of this run were")
 
 
-def _found(run: Run) -> list[float]:
-    """The first learning rate in each step from the end of the climb on."""
-    lrs = []
-    while run.scheduler.last_epoch < TOTAL_STEPS:
-        lrs.append(run.lrs[0])
-        run.step()
-    return lrs
-
-
-def test_before_during_and_after_a_climb() -> None:
+def test_before_the_first_round_has_ended_there_is_nothing() -> None:
     run = Run("adam")
-    assert str(run.scheduler.found()) == "nothing yet: the climb is not over"
+    assert str(run.scheduler.found()) == "nothing yet: no round has ended"
+    with pytest.raises(ValueError, match="there is no curve to replay: nothing yet: no round has ended"):
+        run.scheduler.found().as_schedule(run.optimizer)
     run.step()
-    found = run.scheduler.found()
-    assert (found.lrs, found.peak_lrs, found.climb_steps, found.why) == ((), (), 0, "")
-    with pytest.raises(ValueError, match="there is no curve to replay: nothing yet: the climb is not over"):
-        found.as_schedule(run.optimizer)
-    ended = run.climb()
-    found = run.scheduler.found()
-    assert (found.steps, found.climb_steps, found.total_steps) == ((ended,), ended, TOTAL_STEPS)
-    assert f"the climb took {ended} steps and ended because {found.why}" in str(found)
+    assert run.scheduler.found().total_steps == TOTAL_STEPS
+    assert run.scheduler.found().lrs
 
 
 def test_a_plain_schedule_gives_the_same_learning_rates_again() -> None:
     run = Run("adam")
-    ended = run.climb()
-    lrs = _found(run)
+    lrs = [run.lrs[0], *(row[0][0] for row in run.advance(TOTAL_STEPS))]
     found = run.scheduler.found()
     assert found.peak_lrs[0] == pytest.approx(max(lrs), rel=0.1)
     optimizer = make_optimizer("adam", net().parameters(), 7.0)
     schedule = found.as_schedule(optimizer)
     assert isinstance(schedule, LambdaLR)
     interval = run.scheduler._rounds.policy.interval
-    for step in range(TOTAL_STEPS - ended):
-        near = lrs[max(step - interval, 0) : step + interval + 1]
-        low = 0.0 if step < interval else min(near)  # the ramp comes from 0
-        assert 0.99 * low <= schedule.get_last_lr()[0] <= 1.01 * max(near), step
+    for step in range(TOTAL_STEPS - found.steps[0]):
+        at = step + found.steps[0]
+        near = lrs[max(at - interval, 0) : at + interval + 1]
+        assert 0.99 * min(near) <= schedule.get_last_lr()[0] <= 1.01 * max(near), step
         optimizer.step()
         schedule.step()
     other = found.as_schedule(make_optimizer("sgd", net().parameters()), total_steps=1000)
@@ -110,9 +96,7 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path, change: dict[s
 def test_a_cooldown_ends_a_run_of_unknown_length() -> None:
     run = Run("adam", total_steps=None)
     assert math.isinf(run.scheduler.total_steps)
-    with pytest.raises(RuntimeError, match=r"cooldown\(\) must be called after the climb, but at step 0 it is still"):
-        run.scheduler.cooldown(10)
-    run.advance(run.climb() + 80)
+    run.advance(100)
     with pytest.raises(ValueError, match="steps must be an integer >= 1, but got steps=0"):
         run.scheduler.cooldown(0)
     begun, peak = run.scheduler.last_epoch, run.lrs[0]
