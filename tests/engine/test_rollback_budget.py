@@ -20,6 +20,8 @@ from hdet.policy.rollback import CUT, RECOVERY, Budget
 from options import grouped
 
 T = 3
+STABLE = (1e-3, 1.0)
+SIZES = np.array([1.0, 1e-3, 1.0])
 
 # The first one of a run; the tests are about later ones.
 pytestmark = pytest.mark.filterwarnings("ignore:the round that ended at step", "ignore:.* rounds of this run were")
@@ -39,7 +41,7 @@ class _Small:
         self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         schedule = ConstantLR(self.optimizer, 1.0)
         self.scheduler = AutoLR(
-            schedule, model=self.model, interval=T, total_steps=num_steps, **grouped(climb=False, **options)
+            schedule, model=self.model, interval=T, total_steps=num_steps, **grouped(level=False, **options)
         )
 
     def round(self, *, broken: bool = False) -> None:
@@ -54,18 +56,18 @@ class _Small:
             self.scheduler.step(loss)
 
 
-@pytest.mark.filterwarnings("ignore:max_rollbacks=20 are spent")
+@pytest.mark.filterwarnings("ignore:max_rollbacks=10 are spent")
 def test_a_memorised_batch_is_trained_to_the_end() -> None:
     """Near zero loss nothing but a break tells the controller that the learning rate is too high: it breaks often."""
-    run = _Small(1000 * T)
+    run = _Small(1000 * T, max_rollbacks=10)
     for _ in range(900):
         run.round()
-        if run.scheduler.history[-1].num_rollbacks > 20:
+        if run.scheduler.history[-1].num_rollbacks > 10:
             break
     for _ in range(100):
         run.round()
     history = run.scheduler.history
-    assert history[-1].num_rollbacks > 20
+    assert history[-1].num_rollbacks > 10
     assert np.median([record.losses[0] for record in history[-100:]]) < 1e-3 * history[0].losses[0]
 
 
@@ -89,7 +91,7 @@ def test_ten_healthy_rounds_make_up_for_a_rollback() -> None:
 
 
 def test_breaks_that_are_rare_enough_never_hold_the_scale() -> None:
-    run = _Small(1000 * T, max_rollbacks=2, bounds=(1e-3, 1.0))  # which is stable
+    run = _Small(1000 * T, max_rollbacks=2, bounds=STABLE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "the round that ended at step")
@@ -100,7 +102,7 @@ def test_breaks_that_are_rare_enough_never_hold_the_scale() -> None:
 
 
 def test_a_spent_budget_holds_the_scale_and_says_so() -> None:
-    run = _Small(1000 * T, max_rollbacks=2)
+    run = _Small(1000 * T, max_rollbacks=2, bounds=STABLE)
     for _ in range(30):
         run.round()
     run.round(broken=True)
@@ -131,7 +133,7 @@ def test_an_error_where_asked_for() -> None:
 
 
 def test_with_a_budget_of_none_the_first_break_is_an_error_and_the_scale_moves() -> None:
-    run = _Small(1000 * T, max_rollbacks=0)
+    run = _Small(1000 * T, max_rollbacks=0, bounds=STABLE)
     for _ in range(30):
         run.round()
     assert run.scheduler.history[-1].control
@@ -159,11 +161,11 @@ def test_a_resumed_run_knows_what_it_has_spent() -> None:
 
 
 def test_the_stacked_engine_holds_its_scale_too() -> None:
-    steered = Steered(Run(lr=0.1, method="gradient", interval=T, start=0.0, climb=False), np.ones(1000 * T))
+    steered = Steered(Run(lr=0.1, method="gradient", interval=T, start=0.0, level=False), np.ones(1000 * T))
 
     def end_round(index: int, loss: float) -> bool:
         for step in range(T):
-            steered.take(np.array([loss]), -1.0 + 0.01 * step)
+            steered.take(np.array([loss]), -1.0 + 0.01 * step, SIZES)
         verdict = steered.end_round(T * (index + 1), np.array([True]), 1.0, last=False)
         return verdict is None or verdict.go_back
 
@@ -181,9 +183,9 @@ def test_the_stacked_engine_holds_its_scale_too() -> None:
 
 
 def test_the_stacked_engine_gives_up_where_real_processes_do() -> None:
-    steered = Steered(Run(lr=0.1, method="gradient", interval=T, climb=False), np.ones(1000 * T))
+    steered = Steered(Run(lr=0.1, method="gradient", interval=T, level=False), np.ones(1000 * T))
     for index in range(30):
-        steered.take(np.array([math.nan]), math.nan)
+        steered.take(np.array([math.nan]), math.nan, SIZES)
         verdict = steered.end_round(T * (index + 1), np.array([True]), 1.0, last=False)
         assert (verdict is None) == (index >= MAX_ROLLBACKS)
     assert steered.result.error.startswith(f"training broke again at step {T * 21} after 20 rollbacks in a row")
