@@ -23,6 +23,10 @@ PROBE_LR, PROBE_SIZE = 1e-12, 1e-4
 """The learning rate of the first step; and the relative size that the next one aims at, before an update was seen."""
 MEASURABLE = 1e-6
 """Relative updates below are lost in rounding."""
+SMALLEST = 1e-3
+"""Root mean square that weights count with at least: those that start from zero have no size of their own."""
+BOUNDS = (1e-30, 1e30)
+"""Of the level, as a learning rate and as a scale: numbers stay finite whatever was measured."""
 MAX_TRIES = 20
 """Steps without a measurable update, before the learning rate that was given is used instead."""
 TRUST = 8.0
@@ -77,7 +81,7 @@ class Level:
     ) -> None:
         self.warm_steps = UNKNOWN_WARM if total_steps is None else min(max(int(WARM_SHARE * total_steps), 1), MAX_WARM)
         self.peak, self.given, self.hint, self.warms_up = peak, given, hint, warms_up
-        self.scale = PROBE_LR / peak
+        self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.last = self.lr = 0.0
         self.num_tries = 0
         self.found = self.gave_up = self.done = False
@@ -117,9 +121,9 @@ class Level:
                 )
         else:
             self._measure(sizes, rate)
-        if self.found and not self.done:
-            self.lr = self.lr if self.largest == 0 else SHARE * self._weights / (self.largest + SETTLED * self.last)
-            self.scale = 1.0 if self.follows_hint else self.lr / self.peak
+        if self.found and not self.done and self.largest > 0:
+            self.lr = _bounded(SHARE * self._weights / (self.largest + SETTLED * self.last))
+            self.scale = 1.0 if self.follows_hint else _bounded(self.lr / self.peak)
         if step >= max(self.warm_steps, NUM_FIRST) and (self.found or self.gave_up) and not self.done:
             self.done = True
             said = said or self._say()
@@ -134,22 +138,24 @@ class Level:
         if self.num_tries >= MAX_TRIES:
             self.gave_up, self.scale = True, self.given
             return
-        if sizes is None or not sizes.gradient > 0 or not math.isfinite(sizes.gradient) or not sizes.weights > 0:
+        weights = math.nan if sizes is None else _size_of_weights(sizes)
+        if sizes is None or not (0 < sizes.gradient < math.inf and 0 < weights < math.inf):
             return
         # Of the two sizes that an update may have per unit of learning rate, the larger one first: at most the square
         # root of the number of entries where it is like a sign, the gradient's own where it is like SGD's.
-        aims = sorted(PROBE_SIZE * sizes.weights / size for size in (math.sqrt(sizes.num), sizes.gradient))
+        aims = sorted(PROBE_SIZE * weights / size for size in (math.sqrt(sizes.num), sizes.gradient))
         later = [aim for aim in aims if aim > self._probed]
-        self._probed = later[0] if later else 100 * self._probed
-        self.scale = self._probed / max(scheduled, 1e-3 * self.peak)
+        self._probed = _bounded(later[0] if later else 100 * self._probed)
+        self.scale = _bounded(self._probed / max(scheduled, 1e-3 * self.peak))
 
     def _measure(self, sizes: Sizes | None, rate: float) -> None:
         if sizes is None or self.done or not rate > 0:
             return
-        if math.isfinite(sizes.update) and sizes.update > MEASURABLE * sizes.weights:
-            self.last = sizes.update / rate
+        weights = _size_of_weights(sizes)
+        if math.isfinite(sizes.update) and sizes.update > MEASURABLE * weights:
+            self.last = _bounded(sizes.update / rate)
             self.largest = max(self.largest, self.last)
-            self._weights = sizes.weights
+            self._weights = weights
 
     _weights = 0.0
 
@@ -195,3 +201,11 @@ class Level:
         """Continue from a state that has been checked."""
         for name in ("_weights", *vars(self)):
             setattr(self, name, state[name])
+
+
+def _size_of_weights(sizes: Sizes) -> float:
+    return max(sizes.weights, SMALLEST * math.sqrt(sizes.num))
+
+
+def _bounded(value: float) -> float:
+    return min(max(value, BOUNDS[0]), BOUNDS[1])

@@ -89,4 +89,6 @@ def _level(common: Common, *, step: int, shape: Sequence[float], lr_given: bool,
     if not lr_given:
         return Level(common.total_steps, given=first_lr)
     peak = max(shape) if len(shape) else first_lr
+    if not peak > 0:  # nothing to compare with
+        return None
     return Level(common.total_steps, peak=peak, hint=True, warms_up=len(shape) > 0 and shape[0] < peak / 2)

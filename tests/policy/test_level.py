@@ -1,0 +1,254 @@
+"""The first learning rate from the size of the updates (Eq. 16), against a slow version of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdet.policy.level import (
+    MAX_TRIES,
+    MAX_WARM,
+    MEASURABLE,
+    NUM_FIRST,
+    PROBE_LR,
+    PROBE_SIZE,
+    SETTLED,
+    SHARE,
+    TRUST,
+    UNKNOWN_WARM,
+    Level,
+    Sizes,
+)  # fmt: skip
+
+Unit = Callable[[int], float]
+"""The size of the update of a step, per unit of learning rate."""
+KINDS: dict[str, Unit] = {
+    "Adam": lambda step: 30.0,
+    "SGD with momentum": lambda step: 5 * (1 - 0.9**step) / 0.1,
+    "noise that averages out": lambda step: 30 / math.sqrt(step),
+    "uneven": lambda step: 2.0 + step % 3,
+}
+ANY = st.floats() | st.sampled_from([0.0, 1e-320, 5e-324, 1e-30, 1.0, 1e30, 1.7e308, math.inf, math.nan])
+
+
+def trained(
+    level: Level, unit: Unit, num_steps: int, *, weights: float = 10.0, gradient: float = 7.0, first: int = 1,
+    schedule: Callable[[int], float] = lambda step: 1.0,
+) -> Iterator[tuple[float, str]]:  # fmt: skip
+    """Steps as a scheduler takes them; the learning rate of each, and what was said after it."""
+    for step in range(first, num_steps + 1):
+        scheduled = level.peak * schedule(step - 1)
+        rate = scheduled * level.scale * level.share(step - 1)
+        sizes = Sizes(weights, rate * unit(step), gradient, 100.0)
+        yield rate, level.update(step, sizes, rate, scheduled)
+
+
+def slow_level(rows: Sequence[tuple[float, float, float]]) -> float:
+    """Eq. 16, from (weights, update, rate) of all steps: 0.02 |w| / (largest u + 2 u of the last one)."""
+    measured = [(w, du / rate) for w, du, rate in rows if du > MEASURABLE * w]
+    sizes = [u for _, u in measured]
+    return SHARE * measured[-1][0] / (max(sizes) + SETTLED * sizes[-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("total", "warm"), [(100, 6), (1000, 60), (20_000, MAX_WARM), (3, 1), (None, UNKNOWN_WARM)])
+def test_the_level_is_that_of_all_updates_until_the_warm_up_is_over(kind: str, total: int | None, warm: int) -> None:
+    level, rows, unit = Level(total), [], KINDS[kind]
+    assert level.warm_steps == warm
+    last = max(warm, NUM_FIRST)
+    for step, (rate, said) in enumerate(trained(level, unit, last + 30, weights=3.0), start=1):
+        assert level.done == (step >= last)
+        assert bool(said) == (step == last)
+        if step <= last:
+            rows.append((3.0, rate * unit(step), rate))
+        if level.found:
+            assert level.scale == pytest.approx(slow_level(rows), rel=1e-12)
+    assert level.lr == level.scale
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)), size=st.floats(1e-6, 1e6), weights=st.floats(1.0, 1e6),
+    peak=st.floats(1e-9, 1e3), gradient=st.floats(1e-9, 1e9),
+)  # fmt: skip
+def test_the_peak_does_not_enter(kind: str, size: float, weights: float, peak: float, gradient: float) -> None:
+    def run(peak: float) -> list[float]:
+        level = Level(200, peak=peak)
+        rates = [
+            rate
+            for rate, _ in trained(level, lambda step: size * KINDS[kind](step), 40, weights=weights, gradient=gradient)
+        ]
+        return [*rates, level.scale * peak]
+
+    assert run(peak) == pytest.approx(run(1.0), rel=1e-9)
+
+
+@given(st.lists(st.tuples(ANY, ANY, ANY, st.floats(1, 1e12), ANY), max_size=60), st.booleans())
+def test_no_size_does_harm(rows: list[tuple[float, float, float, float, float]], hint: bool) -> None:
+    level = Level(300, peak=0.1, hint=hint)
+    for step, (weights, update, gradient, num, scheduled) in enumerate(rows, start=1):
+        scheduled = scheduled if 0 <= scheduled <= 1e3 else 0.1
+        rate = scheduled * level.scale * level.share(step - 1)
+        said = level.update(step, Sizes(abs(weights), abs(update), abs(gradient), num), rate, scheduled)
+        assert isinstance(said, str)
+        assert 0 < level.scale < math.inf
+        assert 0 <= level.share(step) <= 1
+        assert Level.check_state(level.state_dict()) is not None
+
+
+@pytest.mark.parametrize(
+    "sizes", [None, Sizes(0.0, 0.0, 0.0, 0.0), Sizes(1.0, 0.0, 0.0, 4.0), Sizes(1.0, math.nan, math.inf, 4.0)]
+)
+@pytest.mark.parametrize("hint", [False, True])
+def test_without_an_update_to_measure_it_gives_up(sizes: Sizes | None, hint: bool) -> None:
+    level = Level(1000, peak=0.5, given=0.25, hint=hint)
+    for step in range(1, MAX_TRIES + 1):
+        assert level.is_searching(step - 1)
+        assert level.scale * level.peak == pytest.approx(PROBE_LR)  # nothing says that it could be higher
+        said = level.update(step, sizes, 0.5 * level.scale, 0.5)
+        assert level.gave_up == (step == MAX_TRIES)
+    assert said == (
+        "no update of the weights could be measured in 20 steps: training goes on at the learning rate that was "
+        "given, 0.125"
+    )
+    assert not level.is_searching(MAX_TRIES)
+    for step in range(MAX_TRIES + 1, 80):
+        assert (level.share(step - 1), level.scale) == (1.0, 0.25)
+        assert not level.update(step, Sizes(1.0, 1e-2, 1.0, 4.0), 0.125, 0.5)  # too late
+    assert level.done
+
+
+def test_a_step_that_shows_nothing_in_between_is_left_out() -> None:
+    level = Level(1000)
+    runs = trained(level, KINDS["Adam"], 60)
+    for _ in range(10):
+        next(runs)
+    before = level.lr
+    for sizes, rate in ((None, 1e-3), (Sizes(10.0, math.nan, 7.0, 100.0), 1e-3), (Sizes(10.0, 1e-2, 7.0, 100.0), 0.0)):
+        assert not level.update(11, sizes, rate, 1.0)
+        assert level.lr == before
+
+
+@given(unit=st.floats(1e-3, 1e3), gradient=st.floats(1e-3, 1e3))
+def test_the_search_takes_few_steps_that_move_little(unit: float, gradient: float) -> None:
+    """Whether updates are like a sign, like the gradient, or a thousand times smaller."""
+    level = Level(1000)
+    moved = []
+    for rate, _ in trained(level, lambda _: unit, 10, weights=10.0, gradient=gradient):
+        moved.append(rate * unit / 10)
+        if level.found:
+            break
+    assert len(moved) <= 6
+    assert moved[0] <= 1e-9
+    if unit <= max(gradient, 10.0):
+        assert moved[-1] <= 100 * PROBE_SIZE
+
+
+def test_weights_that_start_from_zero_have_some_size() -> None:
+    level = Level(1000)
+    for step in range(1, 100):
+        rate = level.scale * level.share(step - 1)
+        level.update(step, Sizes(0.0 if step == 1 else 1e-9, 10 * rate, 3.0, 100.0), rate, 1.0)
+    assert level.lr == pytest.approx(SHARE * 1e-3 * 10 / 30)
+
+
+# -- the warm-up ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("total", [1, 16, 100, 5000, None])
+def test_the_warm_up_is_a_line_that_ends_at_one(total: int | None) -> None:
+    level = Level(total)
+    rates = [rate for rate, _ in trained(level, KINDS["Adam"], 700)]
+    assert level.found
+    warm = level.warm_steps
+    after = range(NUM_FIRST, 700)
+    assert [level.share(step) for step in after] == [min((step + 1) / warm, 1.0) for step in after]
+    assert rates[NUM_FIRST:] == pytest.approx([level.lr * min((step + 1) / warm, 1.0) for step in after])
+    assert rates[-1] == level.lr
+
+
+def test_the_first_steps_are_rounds_of_their_own() -> None:
+    level = Level(1000)
+    searching = [level.is_searching(0)]
+    for step, _ in enumerate(trained(level, KINDS["Adam"], 6), start=1):
+        searching.append(level.is_searching(step))
+    assert searching == [True] * NUM_FIRST + [False] * 3
+
+
+def test_a_schedule_that_warms_up_has_its_own_way() -> None:
+    level = Level(100, peak=0.1, warms_up=True, hint=True)
+    for _ in trained(level, lambda step: 1e4, 30, schedule=lambda step: min((step + 1) / 20, 1.0)):
+        assert level.share(20) == 1.0
+    assert level.scale == pytest.approx(SHARE * 10 / 3e4 / 0.1)
+
+
+# -- a hint ---------------------------------------------------------------------------------------------------------
+
+
+@given(log_off=st.floats(-6, 6))
+def test_a_peak_is_followed_within_a_factor_of_eight(log_off: float) -> None:
+    found = SHARE * 10 / 90  # of Adam, as above
+    off = 10**log_off
+    level = Level(100, peak=found * off, hint=True)
+    said = [text for _, text in trained(level, KINDS["Adam"], 50) if text]
+    if 1 / TRUST * (1 + 1e-9) <= off <= TRUST * (1 - 1e-9):
+        assert (said, level.scale, level.follows_hint) == ([], 1.0, True)
+        assert level.share(0) == 1.0
+    elif off < 1 / TRUST * (1 - 1e-9) or off > TRUST * (1 + 1e-9):
+        assert level.scale == pytest.approx(1 / off)
+        assert said == [
+            f"the schedule's peak of {level.peak:.3g} is {off:.2g} times the learning rate that the size of the "
+            "updates suggests, 0.00222; the schedule is followed from there"
+        ]
+
+
+def test_without_a_hint_the_start_is_told() -> None:
+    said = [text for _, text in trained(Level(100), KINDS["Adam"], 50) if text]
+    assert said == ["the learning rate starts from 0.00222, at which a step changes the weights by about 0.7%"]
+
+
+# -- the state ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hint", [False, True])
+def test_it_continues_from_its_state_at_every_step(kind: str, hint: bool) -> None:
+    level = Level(300, peak=1e-3, hint=hint)
+    whole = list(trained(level, KINDS[kind], 30))
+    at = Level(300, peak=1e-3, hint=hint)
+    for step in range(1, 30):
+        state = Level.check_state(json.loads(json.dumps(at.state_dict())))
+        assert state is not None
+        again = Level()
+        again.load_state_dict(state)
+        assert list(trained(again, KINDS[kind], 30, first=step)) == whole[step - 1 :]
+        assert again.state_dict() == level.state_dict()
+        next(trained(at, KINDS[kind], step, first=step))
+
+
+def test_there_may_be_none() -> None:
+    assert Level.check_state(None) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"scale": 0.0}, "scale of the level must be a finite number > 0, but got 0.0"),
+        ({"peak": math.nan}, "peak of the level must be a finite number > 0, but got nan"),
+        ({"_weights": -1.0}, "_weights of the level must be a finite number >= 0, but got -1.0"),
+        ({"lr": "1"}, "lr of the level must be a finite number >= 0, but got '1'"),
+        ({"num_tries": 1.5}, "num_tries must be an integer >= 0, but got 1.5"),
+        ({"done": 1}, "done must be True or False, but got 1"),
+    ],
+)
+def test_a_broken_state_is_refused(change: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Level.check_state({**Level().state_dict(), **change})
+    with pytest.raises(KeyError, match="largest"):
+        Level.check_state({name: value for name, value in Level().state_dict().items() if name != "largest"})
+    with pytest.raises(ValueError, match="level must be a dict, but got"):
+        Level.check_state([])
