@@ -86,7 +86,7 @@ class _Run:
                 cycle_momentum=False, **grouped(**options),
             )  # fmt: skip
         else:
-            common |= {"signal": face, "gated": False, "first_scale": 1.0}
+            common |= {"signal": face, "level": False}
             self.scheduler = AutoLR(ConstantLR(self.optimizer, 1.0), model=self.model, **grouped(**common))
         self.inject = Injector(faults or [], self.rank)
         self.step = 0

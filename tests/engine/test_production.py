@@ -151,7 +151,7 @@ def test_a_job_goes_on_with_another_number_of_replicas_and_says_so(tmp_path: Pat
     for name in FACES:
         saved = checkpoint[name]["scheduler"]["rounds"]
         apart = name != "gradient" and after > 1
-        kept = ["scales", "controller", "panel", "openness", "rising", "fallen", "round", "seed"]
+        kept = ["scales", "controller", "panel", "first_level", "warmup", "fallen", "round", "seed"]
         kept += ["guard"] if apart or name == "gradient" else []  # alone there is no rollback without a signal
         for index, result in enumerate(results):
             found = result[name]

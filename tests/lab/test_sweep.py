@@ -42,24 +42,21 @@ def make_task() -> DoubleText:
     )  # fmt: skip
 
 
-LOSS = Run(lr=0.02, method="loss", spread=0.1, interval=INTERVAL, start=0.03, hold=0.05, first_scale=0.2, gated=True)
-GRADIENT = Run(
-    lr=0.02, method="gradient", interval=INTERVAL, start=0.03, hold=0.05, climb=False, first_scale=0.03, gated=True
-)
+LOSS = Run(lr=0.02, method="loss", spread=0.1, interval=INTERVAL, start=0.03, hold=0.05, level=False)
+GRADIENT = Run(lr=0.02, method="gradient", interval=INTERVAL, start=0.03, hold=0.05, level=False)
 PAPER = Run(
     lr=0.02, method="paper", spread=0.3, interval=INTERVAL, start=0.0, hold=0.0, controller={"temperature": 0.01}
 )
 RUNS: dict[int, dict[str, tuple[str, Run]]] = {
     1: {
         "gradient": ("adam", GRADIENT),
-        "gradient, from the schedule as it is": ("adam", replace(GRADIENT, first_scale=None, gated=None)),
-        "gradient, too low": ("adam", replace(GRADIENT, lr=1e-4, seed=1)),
-        "gradient, sgd": ("sgd", replace(GRADIENT, lr=0.1, seed=2)),
-        "gradient, adamw, no gate": ("adamw", replace(GRADIENT, gated=False, hold=0.2)),
-        "gradient, breaks": (
-            "sgd",
-            replace(GRADIENT, lr=300.0, gated=False, first_scale=1.0, controller={"optimism": 4.0}),
-        ),
+        "gradient, level, a good hint": ("adam", replace(GRADIENT, level=True)),
+        "gradient, level, too low": ("adam", replace(GRADIENT, lr=1e-4, level=True, seed=1)),
+        "gradient, level, sgd": ("sgd", replace(GRADIENT, lr=0.1, level=True, seed=2)),
+        "gradient, level, no schedule": ("adam", replace(GRADIENT, lr=1e-3, level=True, schedule="none")),
+        "gradient, level, no schedule, sgd": ("sgd", replace(GRADIENT, lr=100.0, level=True, schedule="none")),
+        "gradient, adamw": ("adamw", replace(GRADIENT, hold=0.2)),
+        "gradient, breaks": ("sgd", replace(GRADIENT, lr=300.0)),
     },
     2: {
         "loss": ("adam", LOSS),
@@ -67,12 +64,12 @@ RUNS: dict[int, dict[str, tuple[str, Run]]] = {
             "sgd",
             replace(LOSS, lr=0.1, seed=3, controller={"smoothing": 0.8, "gain": 0.3}),
         ),
-        "loss, no gate": ("adam", replace(LOSS, lr=1e-3, gated=False, seed=1)),
+        "loss, level": ("adam", replace(LOSS, lr=1e-3, level=True, seed=1)),
         "paper": ("adam", PAPER),
     },
     4: {
         "loss": ("adam", LOSS),
-        "loss, too high": ("adam", replace(LOSS, lr=0.5, seed=2)),
+        "loss, too high": ("adam", replace(LOSS, lr=0.1, seed=2)),
         "paper": ("sgd", replace(PAPER, lr=0.1)),
     },
 }
@@ -102,8 +99,10 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
             model=model,
             seed=run.seed,
         )
+    none = run.schedule == "none"
     return AutoLR(
-        OneCycleLR(optimizer, run.lr, **schedule),
+        optimizer if none else OneCycleLR(optimizer, run.lr, **schedule),
+        total_steps=STEPS,
         model=model,
         signal="gradient" if run.method == "gradient" else "loss",
         interval=run.interval,
@@ -112,9 +111,7 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
             controller=run.make_controller(),
             start_steps=int((run.start or 0.0) * STEPS),
             hold_share=run.hold,
-            climb=run.climb,
-            gated=run.gated,
-            first_scale=run.first_scale,
+            level=run.level,
         ),
         seed=run.seed,
     )
@@ -139,6 +136,7 @@ def train(optimizer_name: str, run: Run) -> dict[str, Any]:
         scheduler.step(loss)
     history = scheduler.history
     return {
+        "steps": [record.step for record in history],
         "base_lr": [record.base_values[0] for record in history],
         "train_loss": [float(np.mean([v for v in record.losses if np.isfinite(v)] or [np.nan])) for record in history],
         "z": [record.control["z"][0] if "z" in record.control else np.nan for record in history],
@@ -174,17 +172,17 @@ def swept(num_replicas: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("num_replicas", "name"), [(n, name) for n, runs in RUNS.items() for name in runs])
 def test_a_swept_run_is_the_one_on_real_processes(num_replicas: int, name: str) -> None:
     mine, theirs = swept(num_replicas)[name], real(num_replicas)[name]
-    assert len(mine.base_lr) == STEPS // INTERVAL
-    breaks = name == "gradient, breaks"
-    assert (mine.num_rollbacks > 0) == breaks
+    assert mine.steps == theirs["steps"]
+    assert len(mine.steps) == STEPS // INTERVAL + (3 if mine.run.level else 0)
     assert mine.num_rollbacks == theirs["num_rollbacks"]
-    tolerance = 1e-6 if breaks else 1e-8
+    assert mine.num_rollbacks > 0 or name != "gradient, breaks"
+    tolerance = 1e-6 if mine.num_rollbacks else 1e-8
     assert_allclose(mine.base_lr, theirs["base_lr"], rtol=tolerance)
     assert_allclose(mine.z, theirs["z"], rtol=1e-5, atol=1e-6)
     assert_allclose(mine.train_loss, theirs["train_loss"], rtol=tolerance)
     assert mine.validation["loss"] == pytest.approx(theirs["validation"], rel=tolerance)
-    scales = np.array(mine.base_lr) / (schedule_table("one-cycle", STEPS)[INTERVAL - 1 :: INTERVAL] * mine.run.lr)
-    assert np.abs(np.log(scales)).max() > 0.01
+    table = schedule_table(mine.run.schedule or "one-cycle", STEPS)[np.array(mine.steps) - 1]
+    assert np.abs(np.log(np.array(mine.base_lr) / (table * mine.run.lr))).max() > 0.01
 
 
 def test_a_fixed_run_is_the_schedule() -> None:

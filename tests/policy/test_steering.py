@@ -1,4 +1,4 @@
-"""Steering: multipliers, scales, the gate of Eq. 13 and the state, without tensors or processes."""
+"""Steering: multipliers, scales, the level they start from and the state, without tensors or processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hdet.checks import FloatArray
-from hdet.controllers import Controller, Decision, Evidence, EvidenceController, PaperController
+from hdet.controllers import Controller, Decision, Evidence, EvidenceController, LevelController, PaperController
 from hdet.controllers.base import pack_state
 from hdet.policy.spread import fan_out
 from hdet.policy.steering import Steering
@@ -28,8 +28,8 @@ class _NoState(NamedTuple):
 class _Scripted:
     """Decides what it is told; keeps what it was shown."""
 
-    def __init__(self, factors: list[float], openness: list[float] | None = None) -> None:
-        self.factors, self.openness = np.array(factors), None if openness is None else np.array(openness)
+    def __init__(self, factors: list[float]) -> None:
+        self.factors = np.array(factors)
         self.seen: list[Evidence] = []
 
     def init(self, num_knobs: int) -> _NoState:
@@ -37,7 +37,7 @@ class _Scripted:
 
     def update(self, state: Any, evidence: Evidence) -> tuple[Any, Decision]:
         self.seen.append(evidence)
-        return state, Decision(self.factors, {"told": tuple(self.factors.tolist())}, self.openness)
+        return state, Decision(self.factors, {"told": tuple(self.factors.tolist())})
 
 
 def steer(controller: Controller | None = None, **options: Any) -> Steering:
@@ -59,14 +59,17 @@ def test_the_controller_sees_the_round_and_moves_the_scales() -> None:
     controller = _Scripted([1.5, 0.5])
     steering = steer(controller)
     losses, slopes = np.array([1.0, 2.0, 3.0, math.nan]), (np.zeros(2), np.ones(2))
-    assert steering.decide(losses, slopes).lrs == {"told": (1.5, 0.5)}
+    steering.set_level(2.0)
+    assert steering.decide(losses, slopes, elapsed=0.5, start=(3.0, 0.1)).lrs == {"told": (1.5, 0.5)}
     [evidence] = controller.seen
+    assert (evidence.level, evidence.elapsed, evidence.start, evidence.in_warmup) == (2.0, 0.5, (3.0, 0.1), False)
+    assert_array_equal(evidence.scales, [2.0, 2.0])
     assert_array_equal(evidence.losses, losses)
     assert_array_equal(evidence.multipliers, steering.multipliers)
     assert evidence.slopes is slopes
     steering.decide(losses)
     assert controller.seen[1].slopes is None
-    assert_allclose(steering.scales, [2.25, 0.25])
+    assert_allclose(steering.scales, [4.5, 0.5])
 
 
 def test_without_a_controller_nothing_is_decided() -> None:
@@ -77,66 +80,59 @@ def test_without_a_controller_nothing_is_decided() -> None:
 
 
 def test_scales_stay_inside_their_bounds() -> None:
-    steering = steer(_Scripted([3.0, 0.3]), scale_bounds=(0.2, 5.0), gated=True)
+    steering = steer(_Scripted([3.0, 0.3]), scale_bounds=(0.2, 5.0))
     for _ in range(3):
         steering.decide(np.ones(4))
     assert steering.scales.tolist() == [5.0, 0.2]
     steering.cut(0.5)
     assert steering.scales.tolist() == [2.5, 0.2]
-    steering.rise(np.array([10.0, 0.0]))
+    steering.multiply(0.01)
     assert steering.scales.tolist() == [0.2, 0.2]
 
 
-# -- the gate -------------------------------------------------------------------------------------------------------
+# -- where they start from ------------------------------------------------------------------------------------------
 
 
-@given(
-    openness=st.floats(0, 1),
-    rises=st.lists(st.floats(0, 2), min_size=1, max_size=8),
-)
-def test_the_gate_lets_through_its_share_of_a_rise(openness: float, rises: list[float]) -> None:
-    """Eq. 13: schedule x scale rises by exp(g * openness)."""
-    steering = steer(_Scripted([1.0, 1.0], [openness, 1.0]), gated=True)
+@given(st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=6))
+def test_scales_start_from_the_level_wherever_that_goes(levels: list[float]) -> None:
+    """A level that is found in steps moves scales and their bounds along; what a controller has moved stays."""
+    steering = steer(_Scripted([2.0, 0.5]), scale_bounds=(0.1, 10.0))
     steering.decide(np.ones(4))
-    for g in rises:
-        steering.rise(np.array([g, g]))
-    effective = np.log(steering.scales) + sum(rises)
-    assert_allclose(effective, [openness * sum(rises), sum(rises)], atol=1e-9)
+    for level in levels:
+        steering.set_level(level)
+        assert_allclose(steering.scales, [2 * level, 0.5 * level])
+        assert_allclose([steering.low, steering.high], [[0.1 * level] * 2, [10 * level] * 2])
+    for _ in range(9):
+        steering.decide(np.ones(4))
+    assert_allclose(steering.scales, [10 * level, 0.1 * level])
 
 
-def test_before_any_evidence_the_gate_is_closed() -> None:
-    steering = steer(_Scripted([1.0, 1.0], [1.0, 1.0]), gated=True)
-    steering.rise(np.array([0.5, 0.1]))
-    assert_allclose(np.log(steering.scales), [-0.5, -0.1])
+def test_a_users_ceiling_stays_where_it_is_while_the_level_moves() -> None:
+    steering = steer(scale_bounds=(0.1, 10.0))
+    steering.set_level(1e-6)
+    assert not steering.limit([3.0, math.inf])
+    for level, expected in ((0.2, [0.2, 0.2]), (5.0, [3.0, 5.0]), (2.0, [2.0, 2.0])):
+        steering.set_level(level)
+        steering.limit([3.0, math.inf])
+        assert_allclose(steering.scales, expected)
 
 
-def test_an_ungated_rise_passes() -> None:
-    steering = steer(_Scripted([1.0, 1.0], [0.0, 0.0]))
-    steering.rise(np.array([0.5, 0.1]))
-    assert steering.scales.tolist() == [1.0, 1.0]
+def test_a_warm_up_lets_a_share_of_the_learning_rates_through() -> None:
+    steering = steer()
+    steering.set_level(4.0)
+    assert steering.effective.tolist() == [4.0, 4.0]
+    steering.warmup = 0.25
+    assert steering.effective.tolist() == [1.0, 1.0]
+    assert steering.scales.tolist() == [4.0, 4.0]
 
 
-def test_each_knobs_gate_is_gone_after_its_first_fall() -> None:
-    steering = steer(gated=True)
-    steering.rise(np.array([0.5, 0.5]))
-    steering.rise(np.array([0.0, -0.1]))  # a plateau is no fall
-    assert steering.rising.tolist() == [True, False]
-    assert_allclose(np.log(steering.scales), [-0.5, -0.5])  # a fall is never held back
-    steering.rise(np.array([0.5, 0.5]))
-    assert_allclose(np.log(steering.scales), [-1.0, -0.5])
-    steering.rise(np.array([-0.5, 0.5]))
-    steering.rise(np.array([0.5, 0.5]))
-    assert steering.rising.tolist() == [False, False]
-    assert_allclose(np.log(steering.scales), [-1.0, -0.5])
-
-
-def test_a_controller_without_an_opinion_opens_the_gate() -> None:
-    controller = _Scripted([1.0, 1.0], [0.25, 0.75])
-    steering = steer(controller, gated=True)
-    steering.decide(np.ones(4))
-    controller.openness = None
-    steering.decide(np.ones(4))
-    assert steering.openness.tolist() == [1.0, 1.0]
+def test_a_deep_fall_asks_for_a_new_anchor_once() -> None:
+    steering = steer(_Scripted([0.5, 1.0]))
+    asked = []
+    for _ in range(6):
+        steering.decide(np.ones(4))
+        asked.append(steering.wants_new_anchor())
+    assert asked == [False, False, True] * 2
 
 
 # -- the state ------------------------------------------------------------------------------------------------------
@@ -147,19 +143,22 @@ def advance(steering: Steering, num_rounds: int) -> list[FloatArray]:
     rows = []
     for _ in range(num_rounds):
         rng = np.random.default_rng(steering.round_index)
-        steering.rise(np.array([0.1, 0.1 if steering.round_index < 4 else -0.1]))
+        steering.set_level(1.5 ** min(steering.round_index, 4))
+        steering.warmup = min((steering.round_index + 1) / 5, 1.0)
         steering.decide(2 - 0.3 * steering.multipliers[0] + 0.05 * rng.normal(size=steering.num_replicas))
         steering.next_round()
-        rows.append(np.concatenate([steering.scales, steering.openness, steering.multipliers.ravel()]))
+        rows.append(np.concatenate([steering.scales, steering.effective, steering.multipliers.ravel()]))
     return rows
 
 
 @pytest.mark.parametrize(
-    "controller", [EvidenceController(), PaperController(0.1), None], ids=["evidence", "paper", "-"]
+    "controller",
+    [LevelController(), EvidenceController(), PaperController(0.1), None],
+    ids=["level", "evidence", "paper", "-"],
 )
 @pytest.mark.parametrize("saved_at", [0, 1, 3, 6])
 def test_a_restored_steering_continues_bit_for_bit(controller: Controller | None, saved_at: int) -> None:
-    whole = steer(controller, gated=True)
+    whole = steer(controller)
     advance(whole, saved_at)
     state = json.loads(json.dumps(whole.state_dict()))
     resumed = steer(controller, seed=99)
@@ -184,8 +183,9 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "nan scale": ({"scales": [1.0, math.nan]}, "scales must be 2 finite numbers"),
     "negative scale": ({"scales": [1.0, -1.0]}, "scales must be positive, but got"),
     "zero scale": ({"scales": [1.0, 0.0]}, "scales must be positive, but got"),
-    "openness": ({"openness": [math.inf, 0.0]}, "openness must be 2 finite numbers"),
-    "rising": ({"rising": [True]}, "rising must be 2 times True or False, but got"),
+    "level": ({"first_level": 0.0}, r"first_level must be a finite number > 0 and warmup in \[0, 1\], but got 0.0"),
+    "warm-up": ({"warmup": 1.5}, r"warmup in \[0, 1\], but got .* and 1.5"),
+    "fallen": ({"fallen": [-1.0, 0.0]}, "fallen must be 2 finite numbers"),
     "seed": ({"seed": -1}, "seed must be an integer >= 0, but got -1"),
     "round": ({"round": 1.5}, "round must be an integer >= 0, but got 1.5"),
     "controller": ({"controller": {"velocity": [0.0, 0.0]}}, "made with another controller"),

@@ -40,7 +40,7 @@ class _Run:
             model=model,
             interval=INTERVAL,
             signal=signal,
-            adapt=Adapt(start_steps=0, first_scale=0.5),
+            adapt=Adapt(start_steps=0, level=False),
             copies=Copies(anchor_share=share),
         )
         self.steps = 0

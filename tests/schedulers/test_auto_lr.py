@@ -40,7 +40,7 @@ from hdet.policy.guard import Guard
 from options import grouped
 
 STEPS = 60
-NO_CLIMB = Adapt(climb=False)
+AS_GIVEN = Adapt(level=False)
 
 pytestmark = pytest.mark.filterwarnings("ignore:the round that ended at step")
 
@@ -123,7 +123,7 @@ def lrs_of(optimizer: Optimizer) -> list[float]:
 
 
 def holding(schedule: LRScheduler, **options: Any) -> AutoLR:
-    options = {"controller": Hold(), "signal": "gradient", "gated": False, "first_scale": 1.0, "interval": 4, **options}
+    options = {"controller": Hold(), "signal": "gradient", "level": False, "interval": 4, **options}
     return AutoLR(schedule, **grouped(**options))
 
 
@@ -200,10 +200,10 @@ def test_a_schedule_that_has_begun_goes_on() -> None:
 
 
 class Scripted:
-    """Multiplies by what it is told, opens the gate as far as it is told, and keeps what it was shown."""
+    """Multiplies by what it is told, and keeps what it was shown."""
 
-    def __init__(self, factor: float = 1.0, openness: float | None = None) -> None:
-        self.factor, self.openness = factor, openness
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
         self.seen: list[Evidence] = []
 
     def init(self, num_knobs: int) -> HoldState:
@@ -212,13 +212,12 @@ class Scripted:
     def update(self, state: Any, evidence: Evidence) -> tuple[Any, Decision]:
         self.seen.append(evidence)
         ones = np.ones(len(evidence.multipliers))
-        openness = None if self.openness is None else ones * self.openness
-        return state, Decision(ones * self.factor, {"z": (0.0,) * len(ones)}, openness)
+        return state, Decision(ones * self.factor, {"z": (0.0,) * len(ones)})
 
 
 def test_the_scale_moves_after_start_steps_and_holds_in_the_last_stretch() -> None:
     optimizer = two_groups()
-    adapt = Adapt(controller=Scripted(1.1), gated=False, first_scale=1.0, start_steps=10, hold_share=0.2)
+    adapt = Adapt(controller=Scripted(1.1), start_steps=10, hold_share=0.2)
     auto = AutoLR(CosineAnnealingLR(optimizer, 100), interval=5, adapt=adapt)
     for _ in range(100):
         train_step(optimizer, auto)
@@ -231,7 +230,7 @@ def test_the_scale_moves_after_start_steps_and_holds_in_the_last_stretch() -> No
 def test_defaults_follow_the_length_of_the_schedule() -> None:
     controller = Scripted(1.01)
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, 1000), adapt=Adapt(controller=controller, gated=False))
+    auto = AutoLR(CosineAnnealingLR(optimizer, 1000), adapt=Adapt(controller=controller))
     for _ in range(1000):
         train_step(optimizer, auto)
     steps = [record.step for record in auto.history]
@@ -265,7 +264,7 @@ def test_the_length_of_a_schedule_is_found_where_it_has_one(name: str, length: f
 
 def test_without_a_length_the_scale_never_holds_still() -> None:
     optimizer = two_groups()
-    auto = AutoLR(ExponentialLR(optimizer, 0.999), adapt=Adapt(controller=Scripted(1.01), gated=False))
+    auto = AutoLR(ExponentialLR(optimizer, 0.999), adapt=Adapt(controller=Scripted(1.01)))
     for _ in range(500):
         train_step(optimizer, auto)
     assert [record.step for record in auto.history if record.control] == list(range(20, 501, 20))
@@ -279,57 +278,13 @@ def test_the_last_round_ends_with_the_run_full_or_not() -> None:
     assert [record.step for record in auto.history] == [4, 8, 10]
 
 
-@pytest.mark.parametrize("openness", [0.0, 0.5, 1.0])
-def test_the_gate_lets_its_share_of_the_warm_up_through(openness: float) -> None:
-    optimizer = two_groups()
-    schedule = OneCycleLR(optimizer, [0.1, 0.03], 100, pct_start=0.3, cycle_momentum=False)
-    plain = OneCycleLR(two_groups(), [0.1, 0.03], 100, pct_start=0.3, cycle_momentum=False)
-    auto = AutoLR(schedule, adapt=Adapt(controller=Scripted(1.0, openness), start_steps=0, first_scale=1.0), interval=1)
-    start = plain.get_last_lr()
-    peak = 29
-    for step in range(100):
-        theirs = plain.get_last_lr()
-        for lr, begin, bare in zip(lrs_of(optimizer), start, theirs, strict=True):
-            if step <= peak:
-                assert lr == pytest.approx(float(begin) * (float(bare) / float(begin)) ** openness)
-            else:  # once the schedule has fallen the scale stands
-                assert lr == pytest.approx(float(bare) * float(auto._rounds.steering.scales[0]))
-        train_step(optimizer, auto)
-        plain.optimizer.step()
-        plain.step()
-    assert auto._rounds.steering.scales[0] == pytest.approx(25 ** (openness - 1))
-
-
-def test_the_gate_is_gone_after_the_first_fall() -> None:
-    """Later rises, as of a cyclic schedule, are the user's wish."""
-    optimizer = two_groups()
-    shape = [1.0, 2.0, 2.0, 1.0, 4.0, 8.0, 1.0, 1.0]
-    auto = AutoLR(
-        LambdaLR(optimizer, lambda step: shape[step]),
-        adapt=Adapt(controller=Scripted(1.0, 0.0), first_scale=1.0),
-        interval=1,
-    )
-    effective = []
-    for _ in range(7):
-        effective.append(lrs_of(optimizer)[0] / 0.125)
-        train_step(optimizer, auto)
-    assert effective == pytest.approx([1.0, 1.0, 1.0, 0.5, 2.0, 4.0, 0.5])
-
-
 def test_a_start_far_too_low_rises_and_one_far_too_high_falls() -> None:
     for lr, direction in ((1e-4, 1), (0.9, -1)):
         optimizer = torch.optim.SGD(parameters(), lr=lr)
-        auto = AutoLR(LambdaLR(optimizer, lambda step: 1.0), interval=5, total_steps=200, adapt=Adapt(first_scale=1.0))
+        auto = AutoLR(LambdaLR(optimizer, lambda step: 1.0), interval=5, total_steps=200, adapt=AS_GIVEN)
         for _ in range(100):
             train_step(optimizer, auto, noise=3.0)
         assert direction * math.log(auto.history[-1].scales[0]) > 0.5
-
-
-@pytest.mark.parametrize(("options", "scale"), [({}, 0.03), ({"first_scale": 0.5}, 0.5), ({"first_scale": 2.0}, 2.0)])
-def test_where_the_scale_starts(options: dict[str, float], scale: float) -> None:
-    optimizer = two_groups()
-    AutoLR(CosineAnnealingLR(optimizer, 4 * STEPS), **grouped(climb=False, **options))
-    assert lrs_of(optimizer) == pytest.approx([0.125 * scale, 0.0625 * scale])
 
 
 def test_a_scale_for_each_group_or_one_for_all() -> None:
@@ -345,7 +300,7 @@ def test_a_scale_for_each_group_or_one_for_all() -> None:
 
 def test_history_tells_the_round() -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, adapt=Adapt(gated=False))
+    auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, adapt=AS_GIVEN)
     losses, lrs = [], []
     for _ in range(8):
         lrs.append(lrs_of(optimizer))
@@ -362,7 +317,7 @@ def test_history_tells_the_round() -> None:
         assert record.losses == pytest.approx((np.mean(losses[end - 4 : end]),))
         assert np.ravel(record.values) == pytest.approx(lrs[end - 1])
         assert record.base_values == pytest.approx([lr * record.scales[0] for lr in schedule[end - 1]])
-        assert set(record.control) == {"slope", "standard_error", "z", "cost_over_gain"}
+        assert set(record.control) == {"slope", "standard_error", "z", "elasticity", "progress", "cost_over_gain"}
         assert (record.unhealthy, record.num_rollbacks, record.distance) == ((), 0, 0.0)
         assert record.converge_s > 0
     assert (record.probes, record.knobs, len(record.as_dict())) == ((), {}, 21)
@@ -461,7 +416,7 @@ def _everything(optimizer: Optimizer) -> list[Any]:
 def test_a_broken_round_is_undone(kind: str, how: str, snapshot_device: str | None) -> None:
     optimizer = two_groups(kind, 0.01)
     auto = AutoLR(
-        CosineAnnealingLR(optimizer, 200), adapt=NO_CLIMB, interval=4, copies=Copies(snapshot_device=snapshot_device)
+        CosineAnnealingLR(optimizer, 200), adapt=AS_GIVEN, interval=4, copies=Copies(snapshot_device=snapshot_device)
     )
     for _ in range(20):
         train_step(optimizer, auto, noise=0.1)
@@ -488,7 +443,7 @@ def test_a_broken_round_is_undone(kind: str, how: str, snapshot_device: str | No
 def test_a_break_in_the_first_round_goes_back_to_the_start() -> None:
     optimizer = two_groups("adam")
     start = _everything(optimizer)
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=NO_CLIMB, interval=4)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=AS_GIVEN, interval=4)
     for _ in range(2):
         train_step(optimizer, auto)
     _break(optimizer, "nan")
@@ -500,7 +455,7 @@ def test_a_break_in_the_first_round_goes_back_to_the_start() -> None:
 
 def test_weights_tell_where_no_loss_does() -> None:
     optimizer = two_groups("adam")
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=NO_CLIMB, interval=4)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=AS_GIVEN, interval=4)
     for step in range(8):
         train_step(optimizer)
         if step == 5:
@@ -513,7 +468,7 @@ def test_weights_tell_where_no_loss_does() -> None:
 def test_buffers_go_back_too() -> None:
     model = nn.BatchNorm1d(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=NO_CLIMB, model=model, interval=2)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=AS_GIVEN, model=model, interval=2)
     for _ in range(2):
         train_step(optimizer, auto)
     model.get_buffer("running_mean").fill_(math.nan)
@@ -527,7 +482,7 @@ def test_a_parameter_unfrozen_in_the_broken_round() -> None:
     first, second = parameters()
     second.requires_grad_(False)
     optimizer = torch.optim.SGD([first, second], lr=0.1)
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=NO_CLIMB, interval=2)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=AS_GIVEN, interval=2)
 
     def step() -> None:
         loss = sum((p**2).sum() for p in (first, second) if p.requires_grad)
@@ -550,21 +505,10 @@ def test_a_parameter_unfrozen_in_the_broken_round() -> None:
     assert all(math.isfinite(v) for v in second.tolist())
 
 
-@pytest.mark.parametrize(("signal", "cold"), [("gradient", 0.03), ("auto", 0.03)])
-def test_a_run_of_few_rounds_starts_with_the_schedule_as_it_is(signal: Any, cold: float) -> None:
-    for interval, scale in ((2, cold), (3, 1.0)):  # 60 rounds, and 40
-        optimizer = torch.optim.SGD(parameters(), lr=0.1)
-        plain = OneCycleLR(optimizer, 0.1, 120, cycle_momentum=False)
-        first = float(plain.get_last_lr()[0])
-        auto = AutoLR(plain, signal=signal, interval=interval)
-        assert auto.get_last_lr() == pytest.approx([scale * first])
-        assert auto._rounds.values.gated == (scale < 1)
-
-
 @pytest.mark.filterwarnings("ignore:max_rollbacks=2 are spent")
 def test_after_max_rollbacks_in_a_row_it_is_an_error() -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=NO_CLIMB, interval=2, faults=Faults(max_rollbacks=2))
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=AS_GIVEN, interval=2, faults=Faults(max_rollbacks=2))
     for _ in range(2):
         _break(optimizer, "nan")
         train_step(optimizer, auto)
@@ -579,7 +523,7 @@ def test_after_max_rollbacks_in_a_row_it_is_an_error() -> None:
 
 def test_without_rollback_broken_weights_are_an_error() -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=NO_CLIMB, interval=2, faults=Faults(rollback=False))
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=AS_GIVEN, interval=2, faults=Faults(rollback=False))
     _break(optimizer, "nan")
     train_step(optimizer, auto)
     with pytest.raises(RuntimeError, match="weights of all 1 replicas are not finite at the converge of step 2"):
@@ -588,7 +532,7 @@ def test_without_rollback_broken_weights_are_an_error() -> None:
 
 def test_data_that_change_are_accepted_after_some_rollbacks() -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, 400), adapt=NO_CLIMB, interval=2)
+    auto = AutoLR(CosineAnnealingLR(optimizer, 400), adapt=AS_GIVEN, interval=2)
     for step in range(60):
         loss = train_step(optimizer)
         auto.step(loss + (50.0 if step >= 20 else 0.0))
@@ -612,7 +556,7 @@ def test_data_that_change_are_accepted_after_some_rollbacks() -> None:
         ({"max_rollbacks": -1}, "max_rollbacks must be an integer >= 0, but got max_rollbacks=-1"),
         ({"start_steps": -1}, "start_steps must be an integer >= 0, but got start_steps=-1"),
         ({"hold_share": 1.0}, "hold_share must be in [0, 1), but got hold_share=1.0"),
-        ({"first_scale": 0.0}, "first_scale must be a finite number > 0, but got first_scale=0.0"),
+        ({"level": 1.0}, "level must be None, True or False, but got level=1.0"),
         ({"seed": -1}, "seed must be an integer >= 0, but got seed=-1"),
         ({"bounds": (2.0, 3.0)}, "bounds must be a pair (low, high) with 0 < low <= 1 <= high < inf"),
         ({"bounds": 3.0}, "bounds must be a pair (low, high)"),

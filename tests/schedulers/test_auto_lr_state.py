@@ -77,7 +77,7 @@ class _Run:
             "interval": INTERVAL,
             "spread": SPREAD,
             "start_steps": 3,
-            "first_scale": 0.5,
+            "level": False,
             **options,
         }
         self.scheduler = AutoLR(schedule(self.optimizer), model=self.model, **grouped(**options))
@@ -277,7 +277,7 @@ def test_another_number_of_replicas_goes_on_around_the_same_centre(
     assert rounds["scales"] != [1.0]
     rho = multipliers(after, SPREAD) if signal == "loss" else np.ones(after)
     for result in results:
-        for key in ("scales", "openness", "rising", "risen", "fallen", "controller", "round", "guard"):
+        for key in ("scales", "first_level", "warmup", "first_losses", "fallen", "controller", "round", "guard"):
             assert result["rounds"][key] == rounds[key], key
         assert_allclose(result["centre"], start["centre"], rtol=1e-12)
         assert result["end"] == results[0]["end"]
@@ -321,7 +321,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "rounds of text": (_with("rounds", "rounds"), "cannot be loaded"),
     "two scales": (_with([1.0, 1.0], "rounds", "scales"), "scales must be 1 finite numbers"),
     "negative scale": (_with([-1.0], "rounds", "scales"), "scales must be positive"),
-    "no openness": (_with(KeyError, "rounds", "openness"), "cannot be loaded: KeyError: 'openness'"),
+    "no level": (_with(KeyError, "rounds", "level"), "cannot be loaded: KeyError: 'level'"),
     "no guard": (_with(KeyError, "rounds", "guard"), "cannot be loaded: KeyError: 'guard'"),
     "guard of text": (_with("guard", "rounds", "guard"), "cannot be loaded"),
     "nan guard": (_with({"first": 1.0, "recent": [math.nan], "num_strikes": 0}, "rounds", "guard"), "recent must hold"),

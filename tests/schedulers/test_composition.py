@@ -37,7 +37,7 @@ def _update(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _auto(optimizer: torch.optim.Optimizer, **settings: Any) -> AutoLR:
-    return AutoLR(CosineAnnealingLR(optimizer, 40), **grouped(**{"interval": 2, "first_scale": 1.0, **settings}))
+    return AutoLR(CosineAnnealingLR(optimizer, 40), **grouped(**{"interval": 2, "level": False, **settings}))
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -52,7 +52,7 @@ def test_inside_sequentiallr_autolr_is_refused_at_construction(first: bool) -> N
 def test_around_sequentiallr_it_warms_up() -> None:
     optimizer = _optimizer()
     parts = [LinearLR(optimizer, 0.1, total_iters=5), CosineAnnealingLR(optimizer, 40)]
-    auto = AutoLR(SequentialLR(optimizer, parts, milestones=[5]), interval=2, adapt=Adapt(first_scale=1.0, gated=False))
+    auto = AutoLR(SequentialLR(optimizer, parts, milestones=[5]), interval=2, adapt=Adapt(level=False))
     auto._rounds.policy.acting = (100, 100)  # the schedule alone
     for _ in range(5):
         auto.step(_update(optimizer))

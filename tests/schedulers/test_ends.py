@@ -121,7 +121,7 @@ def test_a_loop_that_is_longer_than_the_run_is_told_once() -> None:
 
 def test_a_loop_that_is_longer_than_its_cooldown_is_told_too() -> None:
     run = Run()
-    scheduler = AutoLR(run.optimizer, adapt=Adapt(climb=False))
+    scheduler = AutoLR(run.optimizer, adapt=Adapt(level=False))
     run.train(scheduler, 5)
     scheduler.cooldown(3)
     run.train(scheduler, 3)

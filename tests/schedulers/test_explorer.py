@@ -128,7 +128,7 @@ class _Run:
         self.face: Any
         if face == "auto":
             schedule = CosineAnnealingLR(self.optimizer, TOTAL_STEPS)
-            common |= {"interval": INTERVAL, "start_steps": 0, "first_scale": 0.5}
+            common |= {"interval": INTERVAL, "start_steps": 0, "level": False}
             self.face = AutoLR(schedule, **grouped(**common))
         elif face == "one cycle":
             self.face = OneCycleAutoLR(

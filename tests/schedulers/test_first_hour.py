@@ -164,7 +164,7 @@ def test_steps_and_periods_are_kept_unless_told_otherwise(name: str) -> None:
     assert end(adapt=Adapt(shape="free")) > 500
     assert end(adapt=Adapt(hold_share=0.1)) == 900
     assert end(signal="gradient") == 200
-    assert end(adapt=Adapt(first_scale=1.0)) == end(adapt=Adapt(climb=False)) > 500
+    assert end(adapt=Adapt(level=False)) > 500
 
 
 def test_a_shape_is_refused_where_it_means_nothing() -> None:
@@ -255,13 +255,11 @@ def test_the_others_say_it_too() -> None:
 
 
 @pytest.mark.parametrize("make", [_cosine, WITHOUT_END["CyclicLR"], WITHOUT_END["LambdaLR"]])
-def test_no_learning_rate_exceeds_max_lr_in_the_climb_neither(make: Make) -> None:
+def test_no_learning_rate_exceeds_max_lr(make: Make) -> None:
     job = _Job(lambda o: AutoLR(make(o), max_lr=4e-3))
     free = _Job(lambda o: AutoLR(make(o)))
     assert max(free.train(100)) > 8e-3
     assert 3.9e-3 < max(job.train(200)) <= 4e-3 * (1 + 1e-12)
-    climb = job.scheduler._rounds.policy.climb
-    assert climb.ending == "limit"
 
 
 def test_max_lr_by_param_group() -> None:
@@ -272,7 +270,7 @@ def test_max_lr_by_param_group() -> None:
     scheduler = AutoLR(
         LambdaLR(optimizer, lambda s: 1.0),
         max_lr=[0.03, 0.02],
-        adapt=Adapt(groups="each", climb=False, first_scale=9.0),
+        adapt=Adapt(groups="each", level=False),
     )
     assert scheduler.get_last_lr() == pytest.approx([0.03, 0.02])
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
@@ -347,7 +345,7 @@ def test_a_schedule_that_is_under_way_starts_at_a_scale_of_1() -> None:
     job.train(100)
     scheduler = AutoLR(job.scheduler)
     assert scheduler.get_last_lr() == job.scheduler.get_last_lr()
-    assert not scheduler._rounds.policy.climbing
+    assert not scheduler._rounds.policy.searching
 
 
 @pytest.mark.parametrize(
@@ -372,4 +370,4 @@ def test_what_hdet_did_not_write_is_refused_without_talk_of_versions(state: Any,
         job.scheduler.load_state_dict(state)
     assert "version" not in str(caught.value)
     assert job.scheduler.last_epoch == 0
-    assert job.scheduler._rounds.policy.climbing
+    assert job.scheduler._rounds.policy.searching

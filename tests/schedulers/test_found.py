@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from level_run import TOTAL_STEPS, Run, make_optimizer, net
 from hdet import Found
+from level_run import TOTAL_STEPS, Run, make_optimizer, net
 
 pytestmark = pytest.mark.filterwarnings("ignore:the round that ended at step", "ignore:.* rounds of this run were")
 

@@ -249,8 +249,8 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, adapt=Adapt(**a))(),
         {
             "controller": [None, EvidenceController(), PaperController()], "spread": [0.1, 0.5],
-            "anchor": ["start", "round", 3], "groups": ["together", "each"], "gated": [None, True],
-            "first_scale": [None, 0.1, 1.0], "start_steps": [None, 0, 5], "hold_share": UNIT,
+            "anchor": ["start", "round", 3], "groups": ["together", "each"], "level": [None, True, False],
+            "start_steps": [None, 0, 5], "hold_share": UNIT,
             "bounds": [(1e-3, 1e3), (1.0, 1.0)], "sample_every": [None, 1, 5],
             "assignment": ["balanced", "permutation"],
         },
@@ -260,7 +260,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         lambda s, **a: lambda: s.explore(knobs.Epsilon(), adapt=Adapt(**a)),
         {
             "controller": [None, PaperController()], "anchor": ["start", "round", 2], "start_steps": [None, 0, 3],
-            "bounds": [(1e-3, 1e3)], "assignment": ["balanced", "permutation"], "gated": [None], "spread": [0.1],
+            "bounds": [(1e-3, 1e3)], "assignment": ["balanced", "permutation"], "level": [None], "spread": [0.1],
         },
         "",
     ),

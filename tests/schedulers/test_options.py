@@ -74,9 +74,7 @@ def test_controllers_are_told_apart_by_their_kind() -> None:
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "spread of Explorer": (_explorer, {"spread": 0.2}, "spread must be left out: Explorer spreads knobs"),
     "groups of Explorer": (_explorer, {"groups": "each"}, "groups must be left out: Explorer has it in knobs"),
-    "gated Explorer": (_explorer, {"gated": True}, "gated must be left out: Explorer has no schedule"),
-    "not gated Explorer": (_explorer, {"gated": False}, "got gated=False"),
-    "first_scale": (_explorer, {"first_scale": 0.5}, "first_scale must be left out: Explorer starts every knob"),
+    "level": (_explorer, {"level": False}, "level must be left out: Explorer"),
     "hold_share": (_explorer, {"hold_share": 0.0}, "hold_share must be left out: Explorer adapts to the end"),
     "sample_every": (_explorer, {"sample_every": 2}, "sample_every must be left out: Explorer compares losses"),
     "spread of the paper": (_cycle, {"spread": 0.2}, "has it as ensemble_lr_spread_ratio; got spread=0.2"),
@@ -99,7 +97,7 @@ def test_what_has_no_use_is_refused(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_a_default_that_is_spelled_out_is_no_mistake() -> None:
-    _explorer(spread=0.1, gated=None)
+    _explorer(spread=0.1, level=None)
     _cycle(spread=0.1, groups="together", hold_share=None)
 
 
@@ -107,8 +105,8 @@ def test_a_default_that_is_spelled_out_is_no_mistake() -> None:
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_base_values_wait_a_fiftieth_of_the_run_where_its_length_is_known(steps: int | None) -> None:
     assert _explorer(total_steps=steps)._rounds.policy.acting[0] == (steps or 0) // 50
-    assert _auto(total_steps=steps, climb=False)._rounds.policy.acting[0] == 8
-    assert _auto(total_steps=steps)._rounds.policy.acting[0] == 0  # after a climb, at once
+    assert _auto(total_steps=steps, level=False)._rounds.policy.acting[0] == 8
+    assert _auto(total_steps=steps)._rounds.policy.acting[0] == 0  # where the level is found
     assert _explorer(total_steps=steps, start_steps=3)._rounds.policy.acting[0] == 3
 
 

@@ -101,7 +101,7 @@ class Run:
 
 
 def _auto(name: str, **settings: Any) -> Callable[[nn.Module, Optimizer], AutoLR]:
-    options = grouped(**{"interval": 3, "gated": False, **settings})
+    options = grouped(**{"interval": 3, "level": False, **settings})
     return lambda model, o: AutoLR(SCHEDULES[name](o), model=model, **options)
 
 
@@ -113,7 +113,7 @@ def _cycle(**settings: Any) -> Callable[[nn.Module, Optimizer], OneCycleAutoLR]:
 
 ALONE: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
     **{name: _auto(name) for name in SCHEDULES},
-    "gated": _auto("cosine", gated=True, total_steps=400),
+    "level": _auto("cosine", level=True, total_steps=400),
     "apart scales": _auto("cosine", groups="each"),
     "OneCycleLR": _cycle(ensemble_lr_spread_ratio=0.0),
     "floor": _cycle(ensemble_lr_spread_ratio=0.0, enable_auto_lr=True, auto_lr_warmup_steps=2, decay="floor"),

@@ -19,7 +19,7 @@ from schedules import SCHEDULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 
-STILL = Adapt(climb=False, gated=False, start_steps=0)
+STILL = Adapt(level=False, start_steps=0)
 HOME = str(Path(hdet.__file__).parent)
 
 
@@ -100,7 +100,10 @@ def test_a_loss_on_a_device_is_one_operation(monkeypatch: pytest.MonkeyPatch) ->
 def test_learning_rates_are_the_schedules_times_the_scale(name: str, kind: str) -> None:
     theirs, ours = (make_optimizer(2, lr=torch.tensor(0.1) if kind == "tensor" else 0.1) for _ in range(2))
     plain = SCHEDULES[name](theirs)
-    auto = AutoLR(SCHEDULES[name](ours), interval=10**6, adapt=Adapt(climb=False, gated=False, first_scale=0.5))
+    auto = AutoLR(SCHEDULES[name](ours), interval=10**6, adapt=STILL)
+    auto._rounds.steering.multiply(0.5)
+    auto._rounds.values.update()
+    auto._refresh()
     before = [group["lr"] for group in ours.param_groups]
     for _ in range(12):
         plain.step()

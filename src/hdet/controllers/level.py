@@ -30,11 +30,12 @@ TOO_HIGH = 0.25
 """Elasticity above which a slope that is very sure lowers the knob."""
 BRAKE, TOO_DEAR = (0.3, 0.6), 2.0
 """Of cost over gain: where rises fade out, and where the knob falls."""
-MAX_RISE, MAX_FALL = 0.5, 0.2
+MAX_RISE, MAX_FALL = 0.3, 0.2
 """Of the logarithm, in one round."""
-STANDSTILL, STANDSTILL_FALL, LOWEST = 1.0, 0.1, 0.3
-"""Standard errors of progress below which the loss stands still; the fall in a round then; and how far below the first
-level, unless the loss is worse than it was."""
+STANDSTILL, STANDSTILL_FALL = 1.0, 0.1
+"""Standard errors of progress below which the loss stands still; and the fall in a round then."""
+LOWEST, LOWEST_RISING = 0.3, 0.03
+"""Of the first level: how far a standstill lowers the knob; and where the loss has risen."""
 
 
 class LevelState(NamedTuple):
@@ -65,13 +66,14 @@ class LevelController:
         \mathrm{clip}\!\left(\frac{q - 3}{7}, 0, 1\right) + 2 \log \frac{1 + e/2}{1 + e} [z < -2] \right) \quad (17)
 
     The first part is optimism, which progress has to earn; the second is the slope's. Where e is below -0.8 with
-    certainty, the loss is linear along the whole way and the rate may grow by up to a half of its logarithm a round.
+    certainty, the loss is linear along the whole way and the logarithm of the rate may grow by up to 0.3 a round.
     Rises fade out as the relative size of an update reaches ``max_update``, and as b over the gain of the run (how far
     the loss falls while the time since the start grows e-fold) goes from 0.3 to 0.6.
 
     The rate falls where the loss stands still (q < 1) and the slope does not ask for more, by 0.1 a round and to 0.3 of
-    the first level; without that bound where the loss has risen (q < -3); and where the slope says that less would have
-    been better: e > 0.25 with z > 4, or twice the gain.
+    the first level, or 0.03 where the loss has risen (q < -3); and where the slope says that less would have been
+    better: e > 0.25 with z > 4, the same over the last quarter of the run with z > 2, or twice the gain. It does not
+    rise in a round whose loss has jumped.
 
     Args:
         pace: c >= 0, how far optimism moves the logarithm while the time since the start grows e-fold.
@@ -118,13 +120,10 @@ class LevelController:
         seen = np.isfinite(slope)
         state = state._replace(slope=smoothed.slope, variance=smoothed.variance, weight=smoothed.weight)
         state = _followed(state, smoothed.last, evidence.losses)
-        z, known = smoothed.z(SMOOTHING), [_known(state, k) for k in range(len(slope))]
-        progress, cost = (np.array(row) for row in zip(*known, strict=True))
+        z, trails = smoothed.z(SMOOTHING), [_look_back(state, k) for k in range(len(slope))]
         elasticity = _elasticity(smoothed.mean, evidence)
-        moves = [
-            self._move(*numbers, enough=bool(state.filled[k] * state.stride[k] >= MIN_ROWS), evidence=evidence, knob=k)
-            for k, numbers in enumerate(zip(z, elasticity, progress, cost, strict=True))
-        ]
+        late = _elasticity(np.array([trail.slope for trail in trails]), evidence)
+        moves = [self._move(z[k], elasticity[k], late[k], trails[k], evidence, k) for k in range(len(slope))]
         # A round that shows nothing moves nothing.
         move = np.where(seen, moves, 0.0)
         info = {
@@ -132,40 +131,41 @@ class LevelController:
             "standard_error": tuple(smoothed.standard_error(SMOOTHING).tolist()),
             "z": tuple(z.tolist()),
             "elasticity": tuple(elasticity.tolist()),
-            "progress": tuple(progress.tolist()),
-            "cost_over_gain": tuple(cost.tolist()),
+            "progress": tuple(trail.progress for trail in trails),
+            "cost_over_gain": tuple(trail.cost for trail in trails),
         }
         return state, Decision(np.exp(move), info)
 
-    def _move(
-        self, z: float, e: float, progress: float, cost: float, *, enough: bool, evidence: Evidence, knob: int
-    ) -> float:
-        """By how much the logarithm of a scale should change."""
-        best = math.log((1 + e) / (1 + e / 2))
+    def _move(self, z: float, e: float, late: float, trail: Trail, evidence: Evidence, knob: int) -> float:
+        """By how much the logarithm of a scale should change; ``late``: the elasticity over the end of the trail."""
         first, last = self.optimism
         optimism = first + (last - first) * (0.5 if evidence.progress is None else min(evidence.progress, 1.0))
-        rise = 0.0
-        if enough:
-            earned = _clip((progress - EARNED[0]) / (EARNED[1] - EARNED[0]))
-            rise = self.pace * evidence.elapsed * _clip((optimism - z) / optimism) * earned
+        earned = _clip((trail.progress - EARNED[0]) / (EARNED[1] - EARNED[0]))
+        rise = self.pace * evidence.elapsed * _clip((optimism - z) / optimism) * earned
         supported = z < -SURE and e < 0
-        if supported and (z < -VERY_SURE or progress >= EARNED[0]):
-            rise -= SLOPE_GAIN * best * evidence.elapsed
+        if supported and (z < -VERY_SURE or trail.progress >= EARNED[0]):
+            rise -= SLOPE_GAIN * _excess(e) * evidence.elapsed
             if e < LINEAR:
                 rise = max(rise, MAX_RISE * _clip((-z - VERY_SURE) / 6))
         if self.max_update is not None and e >= LINEAR and evidence.update is not None:
             rise *= _clip((self.max_update - evidence.update) / (0.3 * self.max_update))
-        rise *= 1 - _clip((cost - BRAKE[0]) / (BRAKE[1] - BRAKE[0]))
-        move = 0.0 if evidence.in_warmup else min(rise, MAX_RISE)
-        if enough and progress < STANDSTILL and not supported and not evidence.in_warmup:
-            below = evidence.scales is None or evidence.scales[knob] > LOWEST * evidence.level
-            if below or progress < -EARNED[0]:
-                move = min(move, -STANDSTILL_FALL * min(STANDSTILL - progress, 1.0))
-        if z > VERY_SURE and e > TOO_HIGH:
-            move = min(move, -min(SLOPE_GAIN * best * evidence.elapsed, MAX_FALL))
-        if enough and cost > TOO_DEAR:
-            move = min(move, -min(SLOPE_GAIN * evidence.elapsed * min(cost - TOO_DEAR, 1.0), MAX_FALL))
+        rise *= 1 - _clip((trail.cost - BRAKE[0]) / (BRAKE[1] - BRAKE[0]))
+        move = 0.0 if evidence.in_warmup or trail.jump > SURE else min(rise, MAX_RISE)
+        if trail.enough and trail.progress < STANDSTILL and not supported and not evidence.in_warmup:
+            lowest = LOWEST_RISING if trail.progress < -EARNED[0] else LOWEST
+            if evidence.scales is None or evidence.scales[knob] > lowest * evidence.level:
+                move = min(move, -STANDSTILL_FALL * min(STANDSTILL - trail.progress, 1.0))
+        too_high = max(e if z > VERY_SURE else 0.0, late if trail.z > SURE else 0.0)
+        if too_high > TOO_HIGH:
+            move = min(move, -min(SLOPE_GAIN * _excess(too_high) * evidence.elapsed, MAX_FALL))
+        if trail.cost > TOO_DEAR:
+            move = min(move, -min(SLOPE_GAIN * evidence.elapsed * min(trail.cost - TOO_DEAR, 1.0), MAX_FALL))
         return move
+
+
+def _excess(e: float) -> float:
+    """The logarithm of how many times too long the whole way is, on a parabola with this elasticity."""
+    return math.log((1 + e) / (1 + e / 2))
 
 
 def _clip(share: float) -> float:
@@ -202,18 +202,47 @@ def _followed(state: LevelState, slope: FloatArray, losses: FloatArray) -> Level
     return state._replace(trail=trail, filled=count, stride=stride, open=rest)
 
 
-def _known(state: LevelState, knob: int) -> tuple[float, float]:
-    """Progress in its standard errors, and cost over gain: the last quarter of the trail against its third eighth."""
+class Trail(NamedTuple):
+    """What the trail of a knob shows.
+
+    Attributes:
+        enough: whether it is long enough for what follows.
+        progress: the fall of the loss from its third eighth to its last quarter, in standard errors.
+        cost: the slope over the gain.
+        slope: over the last quarter.
+        z: that slope in its standard errors.
+        jump: how far the last loss is above the one before, in standard deviations.
+    """
+
+    enough: bool = False
+    progress: float = 0.0
+    cost: float = 0.0
+    slope: float = 0.0
+    z: float = 0.0
+    jump: float = 0.0
+
+
+def _look_back(state: LevelState, knob: int) -> Trail:
     num = int(state.filled[knob])
     if num < MIN_ROWS:
-        return 0.0, 0.0
+        return Trail()
     slopes, losses = state.trail[knob, :num].T
     late, half = slice(int(0.75 * num), num), slice(int(0.375 * num), num // 2)
     drop = float(losses[half].mean() - losses[late].mean())
     num_late, num_half = len(losses[late]), len(losses[half])
-    noise = math.sqrt(float((np.diff(losses[late]) ** 2).mean()) / 2 * (1 / num_late + 1 / num_half))
+    # Of three losses in a row, what a trend does not explain; few of them tell little.
+    bends = np.diff(losses[num // 2 :], 2) ** 2 / 6
+    deviation = math.sqrt(float(bends.mean())) * (1 + 2 / len(bends))
+    noise = deviation * math.sqrt(1 / num_late + 1 / num_half)
     gain = max(drop, noise, 1e-300) / math.log(2)
     slope = float(slopes[late].mean())
-    doubt = DOUBT * math.sqrt(float((np.diff(slopes[late]) ** 2).mean()) / 2 / num_late)
-    cost = float(np.clip(min(slope, max(slope - doubt, 0.0)) / gain, -1e6, 1e6))
-    return float(np.clip(drop / max(noise, 1e-300), -1e6, 1e6)), cost
+    error = math.sqrt(float((np.diff(slopes[late]) ** 2).mean()) / 2 / num_late)
+    cost = min(slope, max(slope - DOUBT * error, 0.0)) / gain
+    ratios = (
+        drop / max(noise, 1e-300),
+        cost,
+        slope / max(error, 1e-300),
+        (losses[-1] - losses[-2]) / max(math.sqrt(2) * deviation, 1e-300),
+    )
+    progress, cost, z, jump = (float(np.clip(ratio, -1e6, 1e6)) for ratio in ratios)
+    return Trail(True, progress, cost, slope, z, jump)

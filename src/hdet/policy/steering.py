@@ -85,11 +85,13 @@ class Steering:
         return bool((self.scales < before).any())
 
     def set_level(self, level: float) -> None:
-        """All learning rates start from here; what controllers have moved since stays."""
+        """All learning rates start from here; what controllers have moved since stays, but not what a ceiling has held."""
         bounds = list(zip(np.log(self.low[self.num_lrs :]), np.log(self.high[self.num_lrs :]), strict=True))
         highest = self.high[: self.num_lrs]
         at_most = np.where(highest < self.scale_bounds[1] * self.level, highest, np.inf)  # a ceiling of the user's
-        moved, self.level = self.scales[: self.num_lrs] / self.level, level
+        scales = self.scales[: self.num_lrs]
+        moved = np.where(scales < highest, scales / self.level, np.maximum(scales / self.level, 1.0))
+        self.level = level
         self._set_limits(bounds)
         self.high[: self.num_lrs] = np.minimum(self.high[: self.num_lrs], at_most)
         self.scales = self._inside(np.concatenate([moved * level, self.scales[self.num_lrs :]]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet import AutoLR
-from hdet.lab.bench.suite import STARTS
+from hdet.lab.bench.suite import START
 from hdet.lab.bench.train import NUM_LRS, Bench, Watch, thinned
 from hdet.lab.recipes import make_torch_optimizer
 from hdet.lab.tasks.base import Task, evaluation_mode, random_rows
@@ -55,14 +55,14 @@ class HeldBack:
 
 
 def run_held_out(bench: Bench) -> list[dict[str, Any]]:
-    """Records of all starts and seeds, one run after the other."""
+    """Records of all seeds, one run after the other."""
     bench.task.to(bench.device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # rollbacks are in the records
-        return [_train(bench, HeldBack(bench.task), lr, seed) for lr in STARTS for seed in bench.seeds]
+        return [_train(bench, HeldBack(bench.task), seed) for seed in bench.seeds]
 
 
-def _train(bench: Bench, data: HeldBack, lr: float, seed: int) -> dict[str, Any]:
+def _train(bench: Bench, data: HeldBack, seed: int) -> dict[str, Any]:
     task = bench.task
     model = task.build(seed).to(bench.device)
     num_probes = 0
@@ -73,7 +73,7 @@ def _train(bench: Bench, data: HeldBack, lr: float, seed: int) -> dict[str, Any]
         chosen = random_rows(len(data.probe_rows), task.batch_rows, seed=seed, step=num_probes)
         return task.loss(model, task.gather(data.probe_rows[chosen]))
 
-    optimizer = make_torch_optimizer("adamw", lr, task, model)
+    optimizer = make_torch_optimizer("adamw", START, task, model)
     scheduler = AutoLR(optimizer, total_steps=bench.steps, model=model, probe=probe, weight_decay="learn")
     watch, curve, error = Watch(bench, bench.steps, 0), [], ""
     try:
@@ -91,7 +91,7 @@ def _train(bench: Bench, data: HeldBack, lr: float, seed: int) -> dict[str, Any]
     history, others = scheduler.history, {name: value for name, value in found.items() if name != "loss"}
     lrs = [(record.step, record.base_values[0]) for record in history]
     record = {
-        "lr": lr, "schedule": "none", "seed": seed, "loss": found["loss"], **({"others": others} if others else {}),
+        "lr": START, "schedule": "none", "seed": seed, "loss": found["loss"], **({"others": others} if others else {}),
         "curve": curve, "lrs": thinned(lrs, NUM_LRS), "rollbacks": history[-1].num_rollbacks if history else 0,
         "weight_decay": max(scheduler.found().weight_decays), "num_held_back": len(data.probe_rows),
     }  # fmt: skip

@@ -2,7 +2,7 @@
 
 - ``grid``: fixed learning rates by half-decades under one-cycle, cosine and WSD; it grows where the best is at an edge.
   Adam here and everywhere below, where nothing else is said, with betas 0.9 and 0.95.
-- ``autolr``: ``AutoLR(optimizer, total_steps=N)``, from each start.
+- ``autolr``: ``AutoLR(optimizer, total_steps=N)``.
 - ``autolr-held-out``: the same around AdamW, with ``probe=`` and ``weight_decay="learn"`` from 0.1, in a plain loop.
   The probe has a tenth of the training rows, which are not trained on: rows at random, of a text its last tenth. Other
   training rows stand in for them.
@@ -30,7 +30,7 @@ import numpy as np
 
 from hdet.lab.bench.held_out import run_held_out
 from hdet.lab.bench.statistics import mean
-from hdet.lab.bench.suite import GRIDS, NUM_CALIBRATION_SEEDS, SHAPES, STARTS, half_decade
+from hdet.lab.bench.suite import GRIDS, NUM_CALIBRATION_SEEDS, SHAPES, START, half_decade
 from hdet.lab.bench.train import Bench, Whole
 from hdet.lab.recipes import ADAM_BETAS, ADAMW_DECAY
 from hdet.lab.stacked.population import train_populations
@@ -86,11 +86,7 @@ def _fixed(seeds: Iterable[int], lrs: Iterable[float], shapes: Sequence[str]) ->
 
 def _auto(bench: Bench) -> list[Run]:
     interval = default_interval(bench.steps)
-    return [
-        Run(lr=lr, seed=seed, method="gradient", interval=interval, schedule="none")
-        for lr in STARTS
-        for seed in bench.seeds
-    ]
+    return [Run(lr=START, seed=seed, method="gradient", interval=interval, schedule="none") for seed in bench.seeds]
 
 
 def _at_default(bench: Bench, method: str) -> list[Run]:

@@ -20,7 +20,6 @@ from hdet.lab.bench.summary import (
     over_tasks,
     percent,
     profiles,
-    starts_of,
     summarize,
     verdict,
 )
@@ -42,10 +41,9 @@ whatever it says. Every run: [results_runs.md](results_runs.md). The paper's con
 _READING = """\
 Figures are shares by which the validation loss at the end is above that of the best fixed learning rate of the same
 seed. The best is one condition of schedule and learning rate for all seeds, the one with the lowest mean over seeds; it
-was chosen by the same validation loss, which flatters it and random search. A start of AutoLR is a condition, not a
-repetition: its runs are averaged over starts first. ± is half the width of the 95% t-interval over seeds. A random
-search draws from the grid before it grew, and its expectation is exact. `hdet bench` makes the records, `hdet bench
---pages` this page."""
+was chosen by the same validation loss, which flatters it and random search. ± is half the width of the 95% t-interval
+over seeds. A random search draws from the grid before it grew, and its expectation is exact. `hdet bench` makes the
+records, `hdet bench --pages` this page."""
 _STEPS = """\
 The share of tasks on which a method reaches the target within a factor of the fastest method's steps. The target is 1%
 above where the best fixed learning rate ends; steps are those of the median run, and those of a search inside the run
@@ -74,7 +72,7 @@ def render(records: Sequence[Record], why: str = "") -> dict[str, str]:
     tasks = [task for task in map(summarize, records) if task is not None]
     pages = {PAGE: _results(tasks, records, why), RUNS: _runs(tasks)}
     for task in tasks:
-        if task.by_start:
+        if "autolr" in task.excess:
             pages[_figure(task)] = lr_figure(task)
     return pages
 
@@ -152,16 +150,16 @@ def _tasks(tasks: Sequence[TaskSummary]) -> list[str]:
     rows = []
     for task in tasks:
         record, (shape, lr) = task.record, task.record.best()
-        starts = [f"{lr:g}: {_interval(*t_interval(task.by_start[lr]))}" for lr in starts_of(task)]
         loss, half_width = t_interval(task.best)
-        worth = task.worth() if task.by_start else None
+        mine = task.excess.get("autolr")
+        worth = None if mine is None else task.worth()
         rows.append([
             record.name, record.half, str(record.steps), str(len(task.seeds)),
             f"{loss:.4g}" + (f" ± {half_width:.2g}" if math.isfinite(half_width) else ""), f"{shape}, {lr:g}",
-            "; ".join(starts), "more than all" if worth is None else str(worth),
+            "" if mine is None else _interval(*t_interval(mine)), "more than all" if worth is None else str(worth),
         ])  # fmt: skip
-    heads = ["task", "half", "steps", "seeds", "best of the grid", "its condition", "AutoLR by start", "worth"]
-    said = "Worth: the fewest runs of a random search that are expected to reach AutoLR's mean over starts and seeds."
+    heads = ["task", "half", "steps", "seeds", "best of the grid", "its condition", "AutoLR", "worth"]
+    said = "Worth: the fewest runs of a random search that are expected to reach AutoLR's mean over seeds."
     return [said, "", *table(heads, rows)]
 
 
@@ -177,9 +175,9 @@ def _defaults(records: Sequence[Record]) -> list[str]:
 
 
 def _figures(tasks: Sequence[TaskSummary]) -> list[str]:
-    lines = ["Learning rates of AutoLR from all starts and seeds, against the best fixed one (dashed)."]
+    lines = ["Learning rates of AutoLR with all seeds, against the best fixed one (dashed)."]
     for task in tasks:
-        if task.by_start:
+        if "autolr" in task.excess:
             lines += ["", f"![learning rates on {task.record.name}]({_figure(task)})"]
     return lines
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 Half = Literal["A", "B", "extra"]
 SHAPES = ("one-cycle", "cosine", "wsd")
-STARTS = (1e-8, 1e-4, 1e-2)
-"""Learning rates that AutoLR starts from. A start is a condition, never a repetition."""
+START = 1e-3
+"""Learning rate that AutoLR is given, which does not matter to it."""
 NUM_CALIBRATION_SEEDS = 1
 SWEEP_SIZES = (2, 4, 8, 16)
 """Runs of a random search."""

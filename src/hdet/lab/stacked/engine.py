@@ -29,7 +29,8 @@ class Step(NamedTuple):
         losses: (R, N), of each replica on its own part of the batch, before the update.
         slopes: (R, G), <g, theta - A> for each run and param group: gradient and mean weights before the update. The
             derivative of the loss by the log of the learning rate since the anchor.
-        sizes: (R, 3), norms of the mean weights before the update, of the update and of the gradient.
+        sizes: (R, 3), norms of the weights before the update, of the update and of the gradient; over replicas their
+            root mean square.
     """
 
     losses: Tensor
@@ -186,13 +187,17 @@ class StackedModels:
         _copy_where(self.anchors, self.mean(), runs)
 
     @torch.no_grad()
-    def place(self, multipliers: Tensor) -> None:
-        """Eq. 11: theta <- A + rho (mean - A), with rho (R, N, G) for each run, replica and group."""
+    def place(self, multipliers: Tensor, runs: Tensor | None = None) -> None:
+        """Eq. 11: theta <- A + rho (mean - A), with rho (R, N, G) for each run, replica and group.
+
+        Of all runs, or of those where ``runs`` (R,) is True.
+        """
         mean, anchors = self.mean().unsqueeze(1), self.anchors.unsqueeze(1)
         multipliers = multipliers.to(self.weights)
         for group, columns in enumerate(self._columns):
             start = anchors[..., columns]
-            self.weights[..., columns] = start + multipliers[..., group, None] * (mean[..., columns] - start)
+            placed = start + multipliers[..., group, None] * (mean[..., columns] - start)
+            _copy_where(self.weights[..., columns], placed, runs)
 
     # -- training -----------------------------------------------------------------------------------------------
 
@@ -231,10 +236,10 @@ class StackedModels:
             if self.max_grad_norm is not None:
                 norms = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
                 gradient = gradient * (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
-            before, size = self.mean(), torch.linalg.vector_norm(gradient.mean(1), dim=-1)
+            before, size = self.weights.clone(), _size(gradient)
             self._update(gradient, lrs)
-            sizes = [torch.linalg.vector_norm(each, dim=-1) for each in (before, self.mean() - before)]
-        return Step(losses, slopes, torch.stack([*sizes, size], dim=-1))
+            sizes = torch.stack([_size(before), _size(self.weights - before), size], dim=-1)
+        return Step(losses, slopes, sizes)
 
     def _update(self, gradient: Tensor, lrs: Tensor) -> None:
         if isinstance(self.optimizer, Rule):  # one learning rate for all groups
@@ -331,6 +336,11 @@ class _CapturedStep:
         self.lrs.copy_(lrs)
         self.graph.replay()
         return Step(*(tensor.clone() for tensor in self.result))
+
+
+def _size(vectors: Tensor) -> Tensor:
+    """(R,): the norm of (R, N, parameters), as the root mean square over replicas."""
+    return torch.linalg.vector_norm(vectors, dim=(1, 2)) / vectors.shape[1] ** 0.5
 
 
 def _copy_where(target: Tensor, source: Tensor, runs: Tensor | None) -> None:

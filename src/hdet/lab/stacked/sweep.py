@@ -174,11 +174,7 @@ def _end_round(
     renewed = torch.tensor([v is not None and v.new_anchor for v in verdicts])
     if renewed.any():
         engine.set_anchor(renewed)
-    if not last and any(s.anchored for s in steered):
-        # Multiplier 1 leaves the replicas of a run without an anchor at their mean.
-        ones = np.ones((engine.num_replicas, len(engine.group_names)))
-        rho = [
-            s.steering.multipliers[s.knob_of_group].T if s.anchored and now else ones
-            for s, now in zip(steered, due, strict=True)
-        ]
-        engine.place(torch.from_numpy(np.stack(rho)).to(engine.weights.device))
+    placed = torch.tensor([s.anchored and now for s, now in zip(steered, due, strict=True)])
+    if not last and placed.any():
+        rho = np.stack([s.steering.multipliers[s.knob_of_group].T for s in steered])
+        engine.place(torch.from_numpy(rho).to(engine.weights.device), placed)
