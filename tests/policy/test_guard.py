@@ -165,8 +165,8 @@ def test_a_broken_state_is_refused() -> None:
         unpack_guard({"first": 1.0, "recent": []})
 
 
-def test_after_a_climb_the_first_rounds_are_judged_too() -> None:
-    """A ramp that breaks the model is seen at once: what the loss was before training is known, and its noise."""
+def test_where_the_loss_before_training_is_known_the_first_rounds_are_judged_too() -> None:
+    """A warm-up that breaks the model is seen at once."""
     guard = Guard()
     known, unknown = GuardState(5.6, noise=0.05), GuardState()
     for loss in (5.3, 4.6, 3.8):
@@ -186,12 +186,12 @@ BOUNCES = [2.29, 2.1, 1.8, 1.5, 1.3, 1.2, 1.9, 1.3, 2.0, 1.2, 1.9, 1.3]
 """Of a learning rate at the edge of what training bears: no jump is unusual here."""
 
 
-def climbed(losses: list[float], noise: float = 0.05) -> tuple[GuardState, list[bool]]:
+def known_start(losses: list[float], noise: float = 0.05) -> tuple[GuardState, list[bool]]:
     return feed(losses, GuardState(2.3, noise=noise))
 
 
 def test_a_model_that_is_back_at_the_start_is_broken_at_the_second_look() -> None:
-    state, verdicts = climbed([*BOUNCES, 2.45])
+    state, verdicts = known_start([*BOUNCES, 2.45])
     assert all(verdicts)
     assert state.lost == 1
     assert state.recent == tuple(BOUNCES)
@@ -200,7 +200,7 @@ def test_a_model_that_is_back_at_the_start_is_broken_at_the_second_look() -> Non
 
 
 def test_short_rounds_are_looked_at_for_longer() -> None:
-    state, _ = climbed(BOUNCES)
+    state, _ = known_start(BOUNCES)
     for expected in (1, 2, 3):
         state, fine = Guard(interval=5).update(state, 2.45)
         assert (fine, state.lost) == (True, expected)
@@ -208,18 +208,18 @@ def test_short_rounds_are_looked_at_for_longer() -> None:
     assert Guard(interval=5).update(state, 1.9)[0].lost == 0
 
 
-def test_without_a_climb_nobody_knows_what_was_lost() -> None:
+def test_where_the_start_is_unknown_nobody_knows_what_was_lost() -> None:
     assert all(feed([2.3, *BOUNCES, 2.45, 2.45])[1])
 
 
 def test_progress_within_the_noise_cannot_be_lost() -> None:
-    state, verdicts = climbed([*BOUNCES, 2.45, 2.45, 2.45], noise=0.15)
+    state, verdicts = known_start([*BOUNCES, 2.45, 2.45, 2.45], noise=0.15)
     assert all(verdicts)
     assert not state.lost
 
 
 def test_where_data_have_changed_the_start_is_accepted_after_max_strikes() -> None:
-    state, verdicts = climbed([*BOUNCES, *[2.45] * 5])
+    state, verdicts = known_start([*BOUNCES, *[2.45] * 5])
     assert verdicts[len(BOUNCES) :] == [True, False, False, False, True]
     assert repr(state) == repr(GuardState(2.45, (2.45,)))
 
@@ -227,7 +227,7 @@ def test_where_data_have_changed_the_start_is_accepted_after_max_strikes() -> No
 @pytest.mark.parametrize("num_before", [3, 9, 13, 14])
 def test_a_restored_guard_knows_what_was_lost(num_before: int) -> None:
     losses = [*BOUNCES, 2.45, 2.4, 1.5]
-    state, _ = climbed(losses[:num_before])
+    state, _ = known_start(losses[:num_before])
     again = unpack_guard(json.loads(json.dumps(pack_guard(state))))
     assert again == state
     assert feed(losses[num_before:], again) == feed(losses[num_before:], state)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hdet.controllers import EvidenceController
+from hdet.controllers import Decision, Evidence, EvidenceController
+from hdet.policy.level import NUM_FIRST, SHARE, Level, Sizes
 from hdet.policy.rollback import CUT, BrokenError, Rollback
 from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import Steering
@@ -127,14 +129,131 @@ def test_a_policy_continues_from_its_state() -> None:
     assert repr(policy.state_dict()) == repr(again.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("quarantine", [-1.0]), ("guard", {}), ("num_rollbacks", -1), ("scales", [0.0]), ("round", "no")]
-)
+# -- the first level ------------------------------------------------------------------------------------------------
+
+
+def train(policy: RoundPolicy, first: int, last: int, unit: float = 30.0, **seen: Any) -> list[Verdict]:
+    """Steps at a constant schedule of 1, whose updates have the size ``unit`` per unit of learning rate."""
+    found = []
+    for step in range(first, last + 1):
+        rate = float(policy.steering.effective[0])
+        if policy.is_due(step):
+            sizes = Sizes(10.0, rate * unit, 1.0, 100.0)
+            row = {"losses": np.full(N, 2 - 0.01 * step), "finite": np.ones(N, dtype=bool), "sizes": sizes, **seen}
+            found.append(policy.end_round(Observed(step, rate=rate, **row)))
+        policy.follow(step)
+    return found
+
+
+LEVEL = SHARE * 10 / 90
+"""Of those updates."""
+
+
+def test_a_run_finds_its_level_in_rounds_of_one_step_and_warms_up() -> None:
+    policy = make_policy(level=Level(200), rollback=Rollback(3), acting=(0, 100))
+    verdicts = train(policy, 1, 30)
+    assert len(verdicts) == NUM_FIRST + 6
+    assert [verdict.index for verdict in verdicts] == list(range(10))
+    assert [verdict.keep for verdict in verdicts] == [False] * NUM_FIRST + [True] * 6
+    assert [verdict.phase for verdict in verdicts] == ["warm-up"] * (NUM_FIRST + 2) + ["level"] * 4
+    assert [bool(verdict.looked.lrs) for verdict in verdicts] == [False] * NUM_FIRST + [True] * 6
+    assert [event for verdict in verdicts for event in verdict.events] == [
+        "the learning rate starts from 0.00222, at which a step changes the weights by about 0.7%"
+    ]
+    # Where the scales stood in the steps that end rounds: after two of the search, on the line of the warm-up.
+    assert [verdict.scales[0] for verdict in verdicts[2:6]] == pytest.approx([LEVEL * k / 12 for k in (3, 4, 5, 10)])
+    assert policy.steering.level == pytest.approx(LEVEL)
+    assert policy.rollback is not None
+    assert policy.rollback.guard_state.first == pytest.approx(2 - 0.025)
+    assert (policy.searching, policy.searched) == (False, NUM_FIRST)
+    assert [policy.num_steps(step) for step in (3, 4, 5, 6, 10)] == [1, 1, 1, 1, 5]
+
+
+class _Spy(EvidenceController):
+    def update(self, state: Any, evidence: Evidence) -> tuple[Any, Decision]:
+        self.seen = evidence
+        return super().update(state, evidence)
+
+
+def test_the_controller_is_told_of_time_start_and_updates() -> None:
+    controller = _Spy()
+    policy = make_policy(level=Level(200), acting=(0, 100))
+    policy.steering.controller = controller
+    policy.steering.state = controller.init(1)
+    train(policy, 1, 10)
+    assert controller.seen.in_warmup
+    assert controller.seen.elapsed == pytest.approx(math.log(2))
+    train(policy, 11, 25)
+    seen = controller.seen
+    assert (seen.in_warmup, seen.progress) == (False, 0.25)
+    assert seen.elapsed == pytest.approx(math.log(25 / 20))
+    assert seen.start is not None
+    noise = 0.01 * math.sqrt(5 / 3)  # of 1.99, 1.98, 1.97, 1.96
+    assert seen.start == pytest.approx((2 - 0.025, noise * math.sqrt(1 / 4 + 1 / 5)))
+    assert seen.update is not None
+    assert seen.update == pytest.approx(3 * policy.steering.effective[0], rel=0.2)
+    assert seen.level == policy.steering.level
+
+
+def test_a_schedule_that_rises_is_a_warm_up_too() -> None:
+    policy, controller = make_policy(acting=(0, 100)), _Spy()
+    policy.steering.controller = controller
+    policy.steering.state = controller.init(1)
+    rising = []
+    for scheduled in (0.0, 0.1, 0.2, 0.2, 0.2, 0.1):
+        end_round(policy, 1.0, scheduled=scheduled)
+        rising.append(controller.seen.in_warmup)
+    assert rising == [False, False, True, False, False, False]
+
+
+def test_in_the_search_only_lost_weights_are_broken() -> None:
+    policy = make_policy(level=Level(200), rollback=Rollback(3), acting=(0, 100))
+    assert not any(verdict.go_back for verdict in train(policy, 1, 2, losses=np.full(N, math.nan)))
+    (verdict,) = train(policy, 3, 3, finite=np.zeros(N, dtype=bool))
+    assert verdict.go_back
+    assert policy.searched == 3
+
+
+@pytest.mark.parametrize("loss", [1.1e100, -1e101, 1e308])
+def test_a_loss_beyond_all_reason_counts_as_infinite(loss: float) -> None:
+    policy = make_policy(rollback=Rollback(3))
+    end_round(policy, 1.0)
+    verdict = end_round(policy, loss)
+    assert verdict.go_back
+    assert np.isnan(verdict.losses).all()
+    assert not end_round(policy, 0.9).go_back
+
+
+@pytest.mark.parametrize("saved_at", range(1, 16))
+def test_it_continues_from_its_state_at_every_step_of_the_start(saved_at: int) -> None:
+    whole, policy, again = (make_policy(level=Level(150), rollback=Rollback(3), acting=(0, 100)) for _ in range(3))
+    expected = train(whole, 1, 25)
+    begun = train(policy, 1, saved_at)
+    again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert repr(begun + train(again, saved_at + 1, 25)) == repr(expected)
+    assert repr(again.state_dict()) == repr(whole.state_dict())
+
+
+def test_a_state_of_a_run_with_a_climb_is_refused() -> None:
+    state = make_policy().state_dict()
+    del state["level"]
+    with pytest.raises(ValueError, match="whose runs began with a climb, which this one cannot continue; start from"):
+        make_policy().load_state_dict({**state, "climb": None})
+
+
+BROKEN: list[tuple[str, Any]] = [
+    ("quarantine", [-1.0]), ("guard", {}), ("num_rollbacks", -1), ("scales", [0.0]), ("round", "no"),
+    ("first_losses", [1.0] * 5), ("first_losses", [math.nan]), ("scheduled", math.inf), ("searching", 1),
+    ("searched", -1), ("level", {}), ("level", [1.0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), BROKEN)
 def test_a_state_that_cannot_be_used_changes_nothing(key: str, value: Any) -> None:
     policy = make_policy(rollback=Rollback(3), quarantine=20.0)
     end_round(policy, 1.0, 1.1, 0.9, 1.2)
     state = {**policy.state_dict(), "seed": 7, key: value}
     before = repr(policy.state_dict())
-    with pytest.raises((ValueError, KeyError), match=r"must be|recent"):
+    with pytest.raises((ValueError, KeyError), match=r"must be|recent|warm_steps"):
         policy.load_state_dict(state)
     assert repr(policy.state_dict()) == before

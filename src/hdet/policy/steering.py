@@ -85,7 +85,7 @@ class Steering:
         return bool((self.scales < before).any())
 
     def set_level(self, level: float) -> None:
-        """All learning rates start from here; what controllers have moved since stays, but not what a ceiling has held."""
+        """All learning rates start from here; what controllers have moved since stays. A ceiling has moved nothing."""
         bounds = list(zip(np.log(self.low[self.num_lrs :]), np.log(self.high[self.num_lrs :]), strict=True))
         highest = self.high[: self.num_lrs]
         at_most = np.where(highest < self.scale_bounds[1] * self.level, highest, np.inf)  # a ceiling of the user's
