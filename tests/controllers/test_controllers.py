@@ -287,7 +287,7 @@ def test_a_state_of_the_wrong_size_or_not_finite_is_refused(bad: list[float]) ->
 
 def test_a_round_that_almost_broke_does_not_hide_what_follows() -> None:
     """Its standard error is counted as three times the usual one at most: rounds after it are heard."""
-    controller = EvidenceController(brake=None)
+    controller = EvidenceController()
 
     def feed(rounds: list[tuple[float, float]]) -> float:
         state = controller.init(1)
@@ -301,17 +301,3 @@ def test_a_round_that_almost_broke_does_not_hide_what_follows() -> None:
     assert feed([*calm, (4.4, 2.9), (0.9, 0.1), (0.4, 0.1)]) > 4  # and not 0.6, as an error of 2.9 would make it
     grown = [*calm, *[(0.0, 1.0)] * 8]
     assert abs(feed(grown)) < 1  # noise that has grown for good is believed
-
-
-@pytest.mark.parametrize(("noise", "moves"), [(0.0, "down"), (20.0, "up")])
-def test_the_brake_does_not_take_noise_for_a_cost(noise: float, moves: str) -> None:
-    """The mean slope is the same; where rounds are far apart around it, nothing is known that speaks against a rise."""
-    controller = EvidenceController()
-    state = controller.init(1)
-    for i in range(24):
-        slope = 1.0 + noise * (-1) ** i
-        losses = np.array([1.0 - 0.01 * i])
-        evidence = Evidence(losses, np.ones((1, 1)), (np.array([slope]), np.array([1.0 + noise])), progress=0.5)
-        state, decision = controller.update(state, evidence)
-    assert (decision.factors[0] < 1) == (moves == "down")
-    assert (decision.info["cost_over_gain"][0] > 0.6) == (moves == "down")

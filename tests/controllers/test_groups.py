@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from hdet.checks import FloatArray
-from hdet.controllers import EvidenceController, Hold
+from hdet.controllers import Controller, EvidenceController, Hold, LevelController
 from hdet.controllers.base import Evidence, grown, pack_state, unpack_state
 from hdet.controllers.groups import FURTHEST, GroupController, GroupState
 
@@ -25,6 +25,7 @@ def _evidence(slopes: FloatArray, scales: FloatArray, error: float = 0.3, loss: 
         whole=(float(slopes.sum()), error),
         scales=scales,
         progress=0.4,
+        elapsed=0.1,
         **more,
     )
 
@@ -57,25 +58,25 @@ def _slow_moves(rounds: list[FloatArray], logs: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("trend", [(-1.0, 0.2, 0.5), (0.0, 0.0, 0.0), (-0.1, -0.2, 3.0)])
-def test_it_is_the_slow_version(trend: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("alone", [LevelController(), EvidenceController()], ids=["level", "evidence"])
+def test_it_is_the_slow_version(alone: Controller, trend: tuple[float, ...]) -> None:
     rng = np.random.default_rng(0)
-    controller, alone = GroupController(EvidenceController()), EvidenceController()
+    controller = GroupController(alone)
     state, lonely = controller.init(3), alone.init(1)
     scales, rounds = np.full(3, 0.1), []
     for index in range(60):
         slopes = np.array(trend) + rng.normal(size=3) * (0.2, 1.0, 0.4)
         rounds.append(slopes)
-        seen = _evidence(slopes, scales, loss=3.0 - 0.01 * index, risen=np.full(3, 0.05))
+        seen = _evidence(slopes, scales, loss=3.0 - 0.01 * index, start=(3.1, 0.02), update=0.003, level=0.05)
         state, decision = controller.update(state, seen)
-        whole = Evidence(
-            seen.losses, ONE[:1], (slopes.sum(keepdims=True), np.array([0.3])), np.array([0.05]), seen.progress
+        whole = seen._replace(
+            multipliers=ONE[:1],
+            slopes=(slopes.sum(keepdims=True), np.array([0.3])),
+            scales=np.array([math.exp(np.log(scales).mean())]),
         )
         lonely, level = alone.update(lonely, whole)
         expected = [level.factors[0] * math.exp(m) for m in _slow_moves(rounds, np.log(scales).tolist())]
         assert_allclose(decision.factors, expected, rtol=1e-9)
-        assert decision.openness is not None
-        assert level.openness is not None
-        assert decision.openness.tolist() == [level.openness[0]] * 3
         assert decision.info["z"] == level.info["z"] * 3
         scales = scales * decision.factors
 
@@ -133,7 +134,7 @@ def test_what_shows_nothing_moves_nothing() -> None:
 
 def test_its_state_is_saved_checked_grown_and_forgotten() -> None:
     rng = np.random.default_rng(3)
-    controller = GroupController(EvidenceController())
+    controller = GroupController(LevelController())
     state: GroupState = controller.init(2)
     for _ in range(12):
         state, _ = controller.update(state, _evidence(rng.normal(size=2), np.ones(2)))
