@@ -24,7 +24,7 @@ from hdet.lab.bench.summary import (
     verdict,
 )
 
-PAGE, RUNS = "results.md", "results_runs.md"
+PAGE = "results.md"
 WHY = "why.md"
 """Beside the records: what somebody who has read them says about them, for the head of the page."""
 HALVES = {
@@ -36,8 +36,16 @@ HALVES = {
 _TARGET = """\
 The target: ahead of every rival with nothing set on the mean over half B, within 1% of the best of the grid on each of
 its tasks, and ahead of random search with four times the compute. Defaults were chosen on half A; half B is reported
-whatever it says. Every run: [results_runs.md](results_runs.md). The paper's configurations and earlier comparisons:
-[results_paper.md](results_paper.md)."""
+whatever it says. The paper's configurations and earlier comparisons: [results_paper.md](results_paper.md). Every run is
+in the records, `benchmarks/results/bench/*.json`, and in the root of the repository this lists those of AutoLR on a
+task:
+
+```python
+import json
+
+for run in json.load(open("benchmarks/results/bench/feed.json"))["methods"]["autolr"]:
+    print(run["seed"], run["schedule"], run["lr"], run["loss"])
+```"""
 _READING = """\
 Figures are shares by which the validation loss at the end is above that of the best fixed learning rate of the same
 seed. The best is one condition of schedule and learning rate for all seeds, the one with the lowest mean over seeds; it
@@ -70,7 +78,7 @@ def said_of(records: Path) -> str:
 def render(records: Sequence[Record], why: str = "") -> dict[str, str]:
     """Path below docs/ to content; ``why`` stands below the verdict."""
     tasks = [task for task in map(summarize, records) if task is not None]
-    pages = {PAGE: _results(tasks, records, why), RUNS: _runs(tasks)}
+    pages = {PAGE: _results(tasks, records, why)}
     for task in tasks:
         if "autolr" in task.excess:
             pages[_figure(task)] = lr_figure(task)
@@ -192,33 +200,6 @@ def _facts(records: Sequence[Record]) -> list[str]:
                          f"{fact['num_parameters']:,}", str(fact["batch_rows"])])  # fmt: skip
     heads = ["task", "device", "version", "commit", "data (SHA-256)", "parameters", "batch"]
     return table(heads, rows)
-
-
-def _runs(tasks: Iterable[TaskSummary]) -> str:
-    """Every run: a row a condition, a column a seed."""
-    lines = ["# Every run of the benchmark", ""]
-    lines += ["Validation loss at the end, made by `hdet bench --pages` from `benchmarks/results/bench`. Means and "
-              "intervals are in [results.md](results.md)."]  # fmt: skip
-    for task in tasks:
-        record = task.record
-        seeds = sorted({run["seed"] for runs in record.methods.values() for run in runs})
-        lines += ["", f"## {record.name}", ""]
-        rows = []
-        for method in record.methods:
-            runs = record.methods[method]
-            per_seed = method in ("finder", "halving", "population")
-            keys = dict.fromkeys((run["schedule"], None if per_seed else run["lr"]) for run in runs)
-            for shape, lr in keys:
-                mine = {run["seed"]: run for run in runs if run["schedule"] == shape and (per_seed or run["lr"] == lr)}
-                chosen = [f"{run['lr']:.2g}" for run in mine.values() if run["lr"] is not None]
-                cells = [_loss(mine[seed]["loss"]) if seed in mine else "" for seed in seeds]
-                rows.append([method, shape, ", ".join(chosen) if per_seed else f"{lr:g}", *cells])
-        lines += table(["method", "schedule", "learning rate", *(f"seed {seed}" for seed in seeds)], rows)
-    return "\n".join(lines) + "\n"
-
-
-def _loss(loss: float) -> str:
-    return f"{loss:.5g}" if math.isfinite(loss) else "broke"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
