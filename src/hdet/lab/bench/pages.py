@@ -41,9 +41,9 @@ in the records, `benchmarks/results/bench/*.json`, and in the root of the reposi
 task:
 
 ```python
-import json
+import json, pathlib
 
-for run in json.load(open("benchmarks/results/bench/feed.json"))["methods"]["autolr"]:
+for run in json.loads(pathlib.Path("benchmarks/results/bench/feed.json").read_text())["methods"]["autolr"]:
     print(run["seed"], run["schedule"], run["lr"], run["loss"])
 ```"""
 _READING = """\
