@@ -18,7 +18,7 @@ COMMANDS = {
     "compare": ("hdet.lab.commands.compare", "AutoLR, fixed learning rates and other methods, at equal budget"),
     "bench": ("hdet.lab.commands.bench", "the benchmark: AutoLR and its rivals on a suite of tasks, and its pages"),
     "doctor": ("hdet.cluster.doctor", "whether HDET will work on this cluster, and what it costs there"),
-    "demo": ("hdet.lab.commands.demo", "a fixed schedule and AutoLR from the same bad start, in three minutes"),
+    "demo": ("hdet.lab.commands.demo", "a fixed schedule and AutoLR with nothing set, in two minutes"),
 }
 CLUSTER_PACKAGES = ("tyro", "rich")
 LAB_PACKAGES = (*CLUSTER_PACKAGES, "jinja2", "matplotlib", "tensorboard")

@@ -17,7 +17,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
+from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
 from hdet.launch import launch
 from hdet.reports.drawing import HEIGHT, draw
 from hdet.reports.run import Run, events, phases, run_of
@@ -28,10 +28,14 @@ STEPS = 40
 
 def make(kind: str, *, name: str = "all") -> Any:
     """A scheduler that has not taken a step."""
+    torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD([{"params": list(model.parameters()), "name": name}], lr=0.01, momentum=0.5)
-    if kind == "AutoLR":
-        return AutoLR(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS), model=model, interval=4)
+    if kind in ("AutoLR", "AutoLR, level"):
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        return AutoLR(cosine, model=model, interval=4, adapt=Adapt(level=kind != "AutoLR"))
+    if kind == "AutoLR alone":
+        return AutoLR(optimizer, model=model, interval=4, total_steps=STEPS)
     if kind == "OneCycleAutoLR":
         return OneCycleAutoLR(
             optimizer, max_lr=0.01, total_steps=STEPS, ensemble_lr_spread_ratio=0.1, model_sync_interval=4,
@@ -89,9 +93,10 @@ def _check_page(html: str, kind: str) -> None:
     assert "not in the records" not in html
 
 
-def test_a_report_says_which_learning_rate_was_found(auto: Any, tmp_path: Path) -> None:
-    [headline] = re.findall("<h1>(.*?)</h1>", auto.report(tmp_path / "out.html").read_text())
-    peak = max(record.base_values[0] for record in auto.history)
+def test_a_report_says_which_learning_rate_was_found(tmp_path: Path) -> None:
+    scheduler = train(make("AutoLR, level"))
+    [headline] = re.findall("<h1>(.*?)</h1>", scheduler.report(tmp_path / "out.html").read_text())
+    peak = max(record.base_values[0] for record in scheduler.history)
     assert f"AutoLR found a peak learning rate of {peak:.2g}, " in headline
     assert re.search(r"(times|1/[\d.]+ of) the 0\.0\d+ it was given", headline)
 
@@ -220,8 +225,8 @@ def test_a_notebook_needs_no_package(auto: Any, monkeypatch: pytest.MonkeyPatch)
 def with_words(auto: Any) -> Run:
     run = run_of(auto.history, ["all"], name="AutoLR", method="AutoLR", status="done")
     for index, entry in enumerate(run.rounds):
-        entry["phase"] = "climb" if index < 4 else "hold"
-    run.rounds[4]["events"] = ["The learning rate stopped climbing: <b>evidence</b> is even."]
+        entry["phase"] = "warm-up" if index < 4 else "hold"
+    run.rounds[4]["events"] = ["The learning rate starts: <b>evidence</b> is even."]
     return run
 
 
@@ -230,12 +235,30 @@ def test_phases_and_events_of_records_are_shown(auto: Any) -> None:
     from hdet.reports.compose import compose
 
     run = with_words(auto)
-    assert phases(run) == [(0, 16, "climb"), (16, 40, "hold")]
-    assert events(run) == [(20, "The learning rate stopped climbing: <b>evidence</b> is even.")]
+    assert phases(run) == [(0, 16, "warm-up"), (16, 40, "hold")]
+    assert events(run) == [(20, "The learning rate starts: <b>evidence</b> is even.")]
     html, charts = compose("AutoLR", [Group("AutoLR", [run])])
-    assert "<b>step 20</b> The learning rate stopped climbing: &lt;b&gt;evidence&lt;/b&gt; is even." in html
+    assert "<b>step 20</b> The learning rate starts: &lt;b&gt;evidence&lt;/b&gt; is even." in html
     assert "Ring: an event, listed below." in html
-    assert all(word in charts[1].svg for word in ("climb", "hold"))
+    assert all(word in charts[1].svg for word in ("warm-up", "hold"))
+
+
+def test_a_run_that_was_given_no_schedule_is_shown_without_one(auto: Any, tmp_path: Path) -> None:
+    """Ratios of learning rates are none, and not to be compared with."""
+    scheduler = train(make("AutoLR alone"))
+    run = run_of(scheduler.history, ["all"], name="AutoLR")
+    assert run.schedules() == []
+    assert len(run_of(auto.history, ["all"], name="AutoLR").schedules()) == 1
+    [(step, said)] = events(run)
+    assert step == 4
+    assert said.startswith("the learning rate starts from ")
+    assert phases(run)[0] == (0, 3, "warm-up")
+    title = re.search(r"<h1>(.*?)</h1>", scheduler.report(tmp_path / "out.html").read_text())
+    assert title is not None
+    assert re.fullmatch(r"AutoLR found a peak learning rate of [\d.]+; the training loss ended at [\d.]+\.", title[1])
+    labels = [text.get_text() for text in scheduler.plot().get_legend().get_texts()]
+    assert labels == ["learning rate", "event", "loss"]
+    assert "schedule" not in scheduler._repr_html_()
 
 
 def test_numbers_tell_what_happened_where_records_have_no_words(auto: Any) -> None:

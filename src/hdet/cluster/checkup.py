@@ -26,6 +26,7 @@ from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import shape_digest, trained_parameters
 from hdet.replicas.sharding import local_tensor
 from hdet.signals.gradient import sample_every
+from hdet.signals.update_size import UpdateSize
 
 Method = Literal["paper", "loss", "gradient"]
 
@@ -212,10 +213,15 @@ def _measure_round(
     except (ValueError, TypeError) as error:
         raise CheckupError(str(error)) from None
     end_s = _median_s(lambda: scheduler.step(1.0), device, group, before=partial(_optimizer_step, subject))
-    if method != "gradient":
-        return end_s, 0.0
-    (signal,) = scheduler._rounds.signals
-    return end_s, _median_s(lambda: signal.before_step(optimizer), device, group)
+    sample_s = 0.0
+    for signal in scheduler._rounds.signals:
+        signal.ends_round = True
+        seconds = _median_s(partial(signal.before_step, optimizer), device, group)
+        if isinstance(signal, UpdateSize):  # in the last step of a round alone
+            end_s += seconds
+        elif method == "gradient":
+            sample_s += seconds
+    return end_s, sample_s
 
 
 def _optimizer_step(subject: Subject) -> None:

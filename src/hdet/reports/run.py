@@ -95,8 +95,14 @@ class Run:
         return columns([entry["base_values"] for entry in self.rounds])
 
     def schedules(self) -> list[tuple[float, ...]]:
-        """What the schedule alone gave each param group; NaN where records do not tell."""
-        return columns([_unscaled(entry["base_values"], entry["scales"]) for entry in self.rounds])
+        """What the schedule alone gave each param group; NaN where records do not tell, none where it was not given."""
+        found = columns([_unscaled(entry["base_values"], entry["scales"]) for entry in self.rounds])
+        return [] if found and self._is_shape(found[0]) else found
+
+    def _is_shape(self, schedule: Sequence[float]) -> bool:
+        """Whether learning rates were found without a schedule: it is of ratios then, with a peak of 1."""
+        peak = max((value for value in schedule if value > 0), default=math.nan)
+        return any(entry.get("phase") == "warm-up" for entry in self.rounds) and math.isclose(peak, 1, rel_tol=1e-6)
 
     def losses(self) -> list[float]:
         """Mean over replicas, round by round."""
