@@ -16,6 +16,8 @@ from hdet.checks import flag_of, mapping_of, number, shown, whole_of
 
 SHARE = 0.02
 """delta of Eq. 16: the size of an update, relative to that of the weights."""
+SHORT_RUN, MOST = 200, 2.0
+"""Steps of a run below which each has to do more, by the square root; and at most so many times more."""
 SETTLED = 2.0
 """What the last update counts beside the largest one: updates of a fixed size, as Lion's, add up to more than those
 that shrink as noise averages out, as Adam's."""
@@ -80,6 +82,8 @@ class Level:
         warms_up: bool = False,
     ) -> None:
         self.warm_steps = UNKNOWN_WARM if total_steps is None else min(max(int(WARM_SHARE * total_steps), 1), MAX_WARM)
+        self.size = SHARE * (1.0 if total_steps is None else min(max(SHORT_RUN / total_steps, 1.0) ** 0.5, MOST))
+        """Of an update, at the level."""
         self.peak, self.given, self.hint, self.warms_up = peak, given, hint, warms_up
         self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.last = self.lr = 0.0
@@ -122,7 +126,7 @@ class Level:
         else:
             self._measure(sizes, rate)
         if self.found and not self.done and self.largest > 0:
-            self.lr = _bounded(SHARE * self._weights / (self.largest + SETTLED * self.last))
+            self.lr = _bounded(self.size * self._weights / (self.largest + SETTLED * self.last))
             self.scale = 1.0 if self.follows_hint else _bounded(self.lr / self.peak)
         if step >= max(self.warm_steps, NUM_FIRST) and (self.found or self.gave_up) and not self.done:
             self.done = True
@@ -187,7 +191,7 @@ class Level:
         found: Mapping[str, Any] = mapping_of(state, "level")
         for name in ("warm_steps", "num_tries"):
             whole_of(found[name], name)
-        for name in ("peak", "given", "scale"):
+        for name in ("size", "peak", "given", "scale"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
         for name in ("largest", "last", "lr", "_probed", "_weights"):
