@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hdet import Adapt, AutoLR, Copies, Faults, OneCycleAutoLR
-from hdet.controllers import Decision, Evidence, Hold
+from hdet.controllers import Decision, Evidence, EvidenceController, Hold
 from hdet.controllers.hold import HoldState
 from hdet.policy.guard import Guard
 from options import grouped
@@ -324,9 +324,10 @@ def test_history_tells_the_round() -> None:
 
 
 def test_losses_may_be_observed_or_left_out() -> None:
-    """The gradient signal learns without them; only the guard has nothing to look at."""
+    """The gradient has slopes without them; only the guard, and what earns a rise, have nothing to look at."""
     told, bare, stepped = two_groups(), two_groups(), two_groups()
-    schedulers = [AutoLR(CosineAnnealingLR(o, STEPS), interval=4) for o in (told, bare, stepped)]
+    adapt = Adapt(controller=EvidenceController())
+    schedulers = [AutoLR(CosineAnnealingLR(o, STEPS), interval=4, adapt=adapt) for o in (told, bare, stepped)]
     for _ in range(20):
         loss = train_step(told, None, noise=0.1)
         schedulers[0].observe(loss, 3.0)
@@ -357,7 +358,7 @@ def test_converge_and_converged_have_nothing_to_do_for_one_replica() -> None:
 @pytest.mark.parametrize("anchor", ["start", "round", 2])
 def test_what_the_anchor_is(anchor: Any) -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, adapt=Adapt(anchor=anchor))
+    auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, adapt=Adapt(anchor=anchor, level=False))
     weights = [[p.tolist() for group in optimizer.param_groups for p in group["params"]]]
     for _ in range(5):
         for _ in range(4):

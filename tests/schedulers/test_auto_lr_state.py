@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
 from hdet import AutoLR
+from hdet.controllers import EvidenceController
 from hdet.launch import launch
 from hdet.policy.spread import multipliers
 from options import grouped
@@ -78,6 +79,7 @@ class _Run:
             "spread": SPREAD,
             "start_steps": 3,
             "level": False,
+            "controller": EvidenceController(),
             **options,
         }
         self.scheduler = AutoLR(schedule(self.optimizer), model=self.model, **grouped(**options))

@@ -229,13 +229,12 @@ def test_numbers_of_epochs_are_no_losses(name: str, wrap: Any) -> None:
 
 def test_a_scheduler_says_in_one_line_what_it_is_doing() -> None:
     job = _Job(lambda o: AutoLR(_cosine(o)))
-    assert repr(job.scheduler) == "AutoLR(CosineAnnealingLR, step 0 of 400, round 0, climb, scale 0.01, lr 3e-05)"
+    assert repr(job.scheduler) == "AutoLR(CosineAnnealingLR, step 0 of 400, round 0, scale 3.33e-10, lr 1e-12)"
     job.train(200)
     found = repr(job.scheduler)
     lr, scale = job.optimizer.param_groups[0]["lr"], job.scheduler.history[-1].scales[0]
     assert found.startswith("AutoLR(CosineAnnealingLR, step 200 of 400, round ")
     assert f", level, scale {scale:.3g}, lr {lr:.3g}, z " in found
-    assert ", last event: the climb is over after " in found
     assert "\n" not in found
     job.train(200)
     assert ", finished, " in repr(job.scheduler)
@@ -256,10 +255,10 @@ def test_the_others_say_it_too() -> None:
 
 @pytest.mark.parametrize("make", [_cosine, WITHOUT_END["CyclicLR"], WITHOUT_END["LambdaLR"]])
 def test_no_learning_rate_exceeds_max_lr(make: Make) -> None:
-    job = _Job(lambda o: AutoLR(make(o), max_lr=4e-3))
+    job = _Job(lambda o: AutoLR(make(o), max_lr=1e-3))
     free = _Job(lambda o: AutoLR(make(o)))
-    assert max(free.train(100)) > 8e-3
-    assert 3.9e-3 < max(job.train(200)) <= 4e-3 * (1 + 1e-12)
+    assert max(free.train(200)) > 1.2e-3
+    assert 0.99e-3 < max(job.train(200)) <= 1e-3 * (1 + 1e-12)
 
 
 def test_max_lr_by_param_group() -> None:
@@ -272,6 +271,9 @@ def test_max_lr_by_param_group() -> None:
         max_lr=[0.03, 0.02],
         adapt=Adapt(groups="each", level=False),
     )
+    scheduler._rounds.steering.multiply(9.0)
+    scheduler._rounds.values.update()
+    scheduler._refresh()
     assert scheduler.get_last_lr() == pytest.approx([0.03, 0.02])
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
     optimizer.step()

@@ -132,13 +132,13 @@ class _Holding(LRScheduler):
 
 def test_a_state_in_memory_keeps_a_users_objects_and_stands_still() -> None:
     optimizer, model = make_optimizer(), nn.Linear(1, 1)
-    scheduler = AutoLR(_Holding(optimizer, model), adapt=Adapt(bounds=(1, 1)))
+    scheduler = AutoLR(_Holding(optimizer, model), adapt=Adapt(bounds=(1, 1), level=False))
     take_step(optimizer, scheduler)
     state = scheduler.state_dict()
     lrs = [take_step(optimizer, scheduler) for _ in range(3)]
     assert len(state["schedule"]["rows"][0]) == 3
     again = make_optimizer()
-    fresh = AutoLR(_Holding(again, model), adapt=Adapt(bounds=(1, 1)))
+    fresh = AutoLR(_Holding(again, model), adapt=Adapt(bounds=(1, 1), level=False))
     fresh.load_state_dict(state)
     assert [take_step(again, fresh) for _ in range(3)] == lrs
     schedule: Any = fresh.schedule

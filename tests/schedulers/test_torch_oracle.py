@@ -18,10 +18,12 @@ from schedules import SCHEDULES, Build, make_optimizer, take_step
 
 STEPS = 12
 
+STILL = Adapt(bounds=(1, 1), level=False)
+
 
 def _still(build: Build) -> Build:
     """AutoLR around a schedule, with a scale that cannot leave 1."""
-    return lambda optimizer: AutoLR(build(optimizer), adapt=Adapt(bounds=(1, 1)))
+    return lambda optimizer: AutoLR(build(optimizer), adapt=STILL)
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -121,7 +123,10 @@ def test_the_state_of_the_schedule_is_torchs_and_goes_both_ways(name: str) -> No
         assert state == bare.state_dict()
         rest = [take_step(bare_optimizer, bare) for _ in range(4)]
         # Out of hdet: torch's schedule goes on from the state. Into hdet: AutoLR is put around one that has loaded it.
-        for wrap in (lambda schedule: schedule, lambda schedule: AutoLR(schedule, adapt=Adapt(bounds=(1, 1)))):
+        for wrap in (
+            lambda schedule: schedule,
+            lambda schedule: AutoLR(schedule, adapt=STILL),
+        ):
             again = make_optimizer()
             schedule = build(again)
             again.load_state_dict(optimizer.state_dict())

@@ -134,7 +134,8 @@ class RoundLoop:
 
     def needs_end_step(self, step: int) -> bool:
         """Whether :meth:`end_step` may have to do anything in a step that is not the last; the cheap half of it."""
-        return self.policy.is_due(step) or self.place.is_set_aside
+        policy = self.policy
+        return policy.searching or step % policy.interval == 0 or self.place.is_set_aside
 
     def end_step(self, step: int, schedule: Sequence[float | Tensor], *, last: bool) -> bool:
         """To be called after each optimizer step. Ends the round when it is due; True if it did.
@@ -230,7 +231,8 @@ class RoundLoop:
             shares = self.replicas.gather(self.values.joined, step=step).mean(axis=(0, 1)).tolist()
             self.values.set_joined(shares)
         for signal in self.signals:
-            signal.share(self.replicas, table.losses)
+            if not (asked and signal.only_at_end):
+                signal.share(self.replicas, table.losses)
         return table
 
     def _end(self) -> None:

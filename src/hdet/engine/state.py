@@ -51,18 +51,19 @@ def read_round(
     )
 
 
-def adopted(state: Mapping[str, Any], *, round_index: int) -> dict[str, Any]:
-    """The state of a run that was trained without hdet so far: every scale 1, nothing known yet.
+def adopted(state: Mapping[str, Any], *, round_index: int, scale: float = 1.0) -> dict[str, Any]:
+    """The state of a run that was trained without hdet so far, nothing known yet.
 
-    ``state``: of the loop that is to continue it.
+    ``state``: of the loop that is to continue it. ``scale``: of its learning rates.
     """
     zeros = [0.0] * len(state["scales"])
+    num_knobs = len(state["panel"]["names"])
     return {
         **state,
         **NO_ROLLBACK,
         "round": round_index,
-        "scales": [1.0] * len(zeros),
-        "fallen": zeros, "first_level": 1.0, "warmup": 1.0, "level": None, "first_losses": [], "scheduled": 0.0,
+        "scales": [scale] * (len(zeros) - num_knobs) + [1.0] * num_knobs,
+        "fallen": zeros, "first_level": scale, "warmup": 1.0, "level": None, "first_losses": [], "scheduled": 0.0,
         "searching": False, "searched": 0,
         "controller": {}, "panel": {**state["panel"], "controller": {}},
         "quarantine": pack_quarantine(QuarantineState()),

@@ -116,7 +116,8 @@ class RoundPolicy:
         if go_back:
             assert self.rollback is not None
             before = steering.scales
-            steering.cut(CUT)
+            if not searching:  # what breaks at a negligible rate says nothing of the rates
+                steering.cut(CUT)
             done, messages = self.rollback.take(seen.step, is_cut=bool((steering.scales < before).any()))
             events += (done,)
         elif acting:

@@ -17,7 +17,8 @@ from hdet.schedulers._torch_state import LRS, MOMENTA
 def take_up(optimizer: Optimizer, loop: RoundLoop, first_lr: Callable[[], float]) -> None:
     """Take up param groups that have joined: each follows the first one's schedule from the learning rate it has.
 
-    One that was given none has the optimizer's default, which says nothing in mid-run: it is like the first.
+    One that was given none has the optimizer's default, which says nothing in mid-run: it is like the first. Until the
+    first level is found, learning rates compare with those that the others were given.
     ``first_lr``: what the schedule alone gives the first param group now.
     """
     groups, known = optimizer.param_groups, len(loop.values.knob_of_group)
@@ -27,9 +28,10 @@ def take_up(optimizer: Optimizer, loop: RoundLoop, first_lr: Callable[[], float]
             "their parameters instead, or make a new optimizer and a new scheduler"
         )
     loop.add_groups()
-    first = first_lr()
+    first, level = first_lr(), loop.policy.level
     for group, factor in zip(groups[known:], loop.values.factors[known:], strict=True):
         lr = group["lr"]
+        factor = factor if level is None or level.done else level.given
         given = lr is not optimizer.defaults.get("lr") and first * factor > 0
         if isinstance(lr, Tensor):
             group["lr"] = lr.clone()  # it may be the default itself, or another group's

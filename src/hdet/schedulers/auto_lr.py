@@ -167,6 +167,7 @@ class AutoLR(RoundScheduler, LRScheduler):
 
             self.schedule = schedule
             self._lr_given = lr_given
+            self._first_scale = 1.0 if first_lr is None else first_lr
             self.optimizer = optimizer
             self.total_steps = math.inf if total_steps is None else total_steps
             self._wrapped = wrapped = Wrapped(schedule)
@@ -232,7 +233,7 @@ class AutoLR(RoundScheduler, LRScheduler):
             wrapped.advance(loop.values)
             self._step = step
             loop.upcoming = step + 1
-            if loop.policy.follow(step):
+            if loop.policy.level is not None and loop.policy.follow(step):
                 loop.values.update()
             if self._ceiling.lrs:
                 self._ceiling.hold(loop.values, wrapped.lrs)
@@ -327,13 +328,13 @@ class AutoLR(RoundScheduler, LRScheduler):
         that cannot be used raises ValueError and changes nothing.
 
         A state that the wrapped schedule itself has written, in a run without hdet, is continued as it is: at its step,
-        at a scale of 1. Where AutoLR was given the optimizer alone, only the step is taken, from a
-        state of any schedule or from ``{"last_epoch": step}``.
+        at a scale of 1. Where AutoLR was given the optimizer alone, only the step is taken, from a state of any
+        schedule or from ``{"last_epoch": step}``, and training goes on at the learning rate that was given.
         """
         with self._rounds.lock:
             if is_plain(state_dict):
                 self._load(self._adopted(state_dict))
-                tell(f"a run without hdet is continued from step {self._step}: the scale starts at 1")
+                tell(f"a run without hdet is continued from step {self._step}, at its learning rate")
                 return
             check_version(state_dict, "AutoLR")
             self._load(state_dict)
@@ -350,7 +351,7 @@ class AutoLR(RoundScheduler, LRScheduler):
             "last_epoch": step,
             **schedule,
             "cooldown": [],
-            "rounds": adopted(save_rounds(loop), round_index=step // loop.policy.interval),
+            "rounds": adopted(save_rounds(loop), round_index=step // loop.policy.interval, scale=self._first_scale),
         }
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:

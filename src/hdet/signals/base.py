@@ -56,6 +56,8 @@ class Signal:
     """Whether it shows anything only where replicas are apart."""
     ends_round = False
     """Whether a round ends with the step that follows, set before each."""
+    only_at_end = False
+    """Whether :meth:`share` is for the ends of rounds alone: what it brings is not complete before."""
     needs_losses = False
     """Whether it shows nothing unless each replica was given a loss in every round."""
 

@@ -28,6 +28,7 @@ class UpdateSize(Signal):
 
     name = "update_size"
     compares = False
+    only_at_end = True  # another thread may save a state while the optimizer is in the middle of its step
 
     def __init__(self, *, num_ranks: int, stride: int = 1) -> None:
         self.num_ranks = num_ranks
