@@ -28,8 +28,8 @@ from hdet.replicas.average import mean_
 from hdet.replicas.group import Replicas
 
 NUM_TENSORS, NUM_PARAMETERS = 300, 10_000_000
-STEADY = Adapt(climb=False)
-"""In a climb every step is a round; it takes some tens of steps of a run."""
+STEADY = Adapt(level=False)
+"""Without the first level, for which the first steps are rounds of one step each."""
 
 
 def median_s(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:

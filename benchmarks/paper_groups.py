@@ -4,7 +4,7 @@
     python benchmarks/paper_groups.py --data data --tasks shakespeare-gpt feed --seeds 1 2 3
 
 AutoLR with the gradient signal on small problems whose groups need different learning rates, and on one whose groups do
-not; with ``--tasks`` on real data, small enough for two cores, from where its climb ends. Shrinkage: each group moves
+not; with ``--tasks`` on real data, small enough for two cores, from its first level. Shrinkage: each group moves
 by the mean of all moves plus a share of what it differs from it. The share is a constant, or as much as the z of the
 groups differ beyond chance; then scales that have parted without evidence are drawn together again.
 """
@@ -149,11 +149,11 @@ PROBLEMS: dict[str, tuple[Callable[[int], Problem], str, float]] = {
     "sizes, 30 apart, Adam": (sizes, "adam", 3e-3),
 }
 VARIANTS: dict[str, Callable[[], Adapt]] = {
-    "together": lambda: Adapt(controller=EvidenceController(), first_scale=1.0),
-    "each": lambda: Adapt(controller=EvidenceController(), first_scale=1.0, groups="each"),
-    "auto": lambda: Adapt(controller=EvidenceController(), first_scale=1.0, groups="auto"),
-    "shrunk 0.5": lambda: Adapt(controller=Shrunk(0.5), first_scale=1.0, groups="each"),
-    "weighed": lambda: Adapt(controller=Weighed(), first_scale=1.0, groups="each"),
+    "together": lambda: Adapt(controller=EvidenceController(), level=False),
+    "each": lambda: Adapt(controller=EvidenceController(), level=False, groups="each"),
+    "auto": lambda: Adapt(controller=EvidenceController(), level=False, groups="auto"),
+    "shrunk 0.5": lambda: Adapt(controller=Shrunk(0.5), level=False, groups="each"),
+    "weighed": lambda: Adapt(controller=Weighed(), level=False, groups="each"),
 }
 
 
