@@ -76,9 +76,12 @@ class _Run:
         step = first
         try:
             for step in range(first + 1, self.steps + 1):
+                ends = self._ends_round(step)
                 self._step(step)
-                if step % self.interval == 0 or step == self.steps:
+                if ends:
                     save, stop = self._end_round(step)
+                    if step % self.interval:
+                        continue  # one of the first steps, each a round of its own: it goes on a little
                     if stop and step < self.steps:
                         self._save(step)
                         return {"status": "stopped", "step": step}
@@ -93,6 +96,12 @@ class _Run:
             if self.board is not None:
                 with contextlib.suppress(OSError):  # a full disk was reported already
                     self.board.close()
+
+    def _ends_round(self, step: int) -> bool:
+        """Asked before the step: what it shows decides about the next one alone."""
+        if isinstance(self.scheduler, (AutoLR, OneCycleAutoLR)):
+            return self.scheduler._rounds.policy.is_due(step, last=step == self.steps)
+        return step % self.interval == 0 or step == self.steps
 
     def _step(self, step: int) -> None:
         loss = self._loss(step - 1)
