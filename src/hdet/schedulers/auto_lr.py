@@ -55,9 +55,9 @@ class AutoLR(RoundScheduler, LRScheduler):
     r"""Wraps any LRScheduler and multiplies it by a learned scale.
 
     At the end of every round the slope of the loss over the logarithm of the learning rate *since the anchor* is known,
-    with its standard error, and the scale moves as far as the evidence goes (Eq. 12). While the schedule warms up, its
-    rise is let through only as far as the evidence supports it (Eq. 13). A round that breaks the model is undone and
-    the scale halved.
+    with its standard error, and the scale rises where the slope supports it or progress has earned it, and falls where
+    the loss stands still or rises (Eq. 17; with ``signal="loss"`` Eq. 12). The first learning rate comes from the size
+    of the first updates (Eq. 16), in the warm-up. A round that breaks the model is undone and the scale halved.
 
     Call ``step(loss)`` after ``optimizer.step()``, as with OneCycleAutoLR. The loss is what the guard watches, and with
     ``signal="loss"`` what is learned from.
