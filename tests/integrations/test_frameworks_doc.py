@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import os
 import re
@@ -13,26 +12,18 @@ import pytest
 import torch
 
 from framework_task import Model, Samples, make_optimizer, make_schedule, pretend_torchrun
-from hdet import AutoLR
+from hdet import Adapt, AutoLR
 from hdet.launch import launch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
-TABLE = [line for line in PAGE.splitlines() if line.startswith("| ")][1:]
+TABLE = [line for line in PAGE.split("## What is tested")[1].splitlines() if line.startswith("| ")][1:]
 
 
 def _section(title: str) -> str:
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.split(f"## {title}\n")[1].split("\n## ")[0], re.DOTALL)
     assert isinstance(block, str)
     return block
-
-
-def test_the_tests_of_the_table_exist() -> None:
-    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", "\n".join(TABLE))
-    assert len(named) > 10
-    for file, test in named:
-        tree = ast.parse(next((ROOT / "tests").rglob(file)).read_text())
-        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +46,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def test_links_lead_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)", PAGE) if "://" not in link and link != "frameworks_core.md"]
+    links = [link for link in re.findall(r"\]\(([^)#]+)", PAGE) if "://" not in link]
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
@@ -101,7 +92,6 @@ def test_a_run_of_so_many_minutes_finds_its_learning_rate_and_anneals() -> None:
     found = scheduler.found()
     assert scheduler.finished
     assert scheduler.last_epoch == trainer.global_step
-    assert found.climb_steps > 0
     assert trainer.callbacks[1].begun
     assert scheduler.get_last_lr()[0] < 0.5 * found.peak_lrs[0]
     losses = trainer.lightning_module.losses
@@ -135,7 +125,7 @@ def test_the_accelerate_block_runs(tmp_path: Path) -> None:
     }
     exec(compile(_section("Accelerate"), "frameworks.md", "exec"), names)
     assert names["scheduler"].scheduler.last_epoch == 4
-    assert len(names["scheduler"].history) == 2
+    assert names["scheduler"].history[-1].step == 4
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -152,7 +142,7 @@ def test_the_block_without_a_schedule_runs(tmp_path: Path) -> None:
     names |= {"net": Model(), "samples": Samples(64), "HDETTrainerCallback": HDETTrainerCallback}
     exec(compile(_section("Without a schedule"), "frameworks.md", "exec"), names)
     names["hf_trainer"].train()
-    assert names["optimizers"][1].found().climb_steps > 0
+    assert names["optimizers"][1].history[0].phase == "warm-up"
 
     class Module(_module_class()):  # type: ignore[misc]
         configure_optimizers = names["configure_optimizers"]
@@ -161,11 +151,11 @@ def test_the_block_without_a_schedule_runs(tmp_path: Path) -> None:
     trainer = pl.Trainer(max_steps=100, callbacks=[callback], **OPTIONS)
     trainer.fit(Module(), torch.utils.data.DataLoader(Samples(400), batch_size=4))
     assert isinstance(callback.scheduler, AutoLR)
-    assert callback.scheduler.found().climb_steps > 0
+    assert callback.scheduler.history[0].phase == "warm-up"
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_auto_lr_that_was_made_before_prepare_climbs() -> None:
+def test_an_auto_lr_that_was_made_before_prepare_finds_its_level() -> None:
     accelerate = pytest.importorskip("accelerate", reason="pip install 'hdet[accelerate]'")
     from hdet.integrations.accelerate import HDETScheduler
 
@@ -185,12 +175,12 @@ def test_an_auto_lr_that_was_made_before_prepare_climbs() -> None:
         scheduler.step(loss)
         optimizer.zero_grad()
     assert own.last_epoch == 100
-    assert own.found().climb_steps > 0
+    assert own.history[0].phase == "warm-up"
 
 
 def test_the_sinks_block_runs(tmp_path: Path) -> None:
     optimizer = make_optimizer(Model())
-    scheduler = AutoLR(make_schedule(optimizer), interval=2)
+    scheduler = AutoLR(make_schedule(optimizer), interval=2, adapt=Adapt(level=False))
     exec(compile(_section("Sinks"), "frameworks.md", "exec"), {"scheduler": scheduler, "folder": str(tmp_path)})
     for _ in range(4):
         optimizer.step()
@@ -264,10 +254,10 @@ def _deepspeed_block(folder: str) -> tuple[int, int]:
         "folder": folder,
     }
     exec(compile(_section("DeepSpeed"), "frameworks.md", "exec"), names)
-    return names["scheduler"].last_epoch, len(names["scheduler"].history)
+    return names["scheduler"].last_epoch, names["scheduler"].history[-1].step
 
 
 def test_the_deepspeed_block_runs(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="pip install deepspeed")
-    assert launch(_deepspeed_block, 1, str(tmp_path), timeout_s=60) == [(4, 2)]
+    assert launch(_deepspeed_block, 1, str(tmp_path), timeout_s=60) == [(4, 4)]
     assert (tmp_path / "latest").exists()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 LOGGER = logging.getLogger("hdet")
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 # Run by the tests of what they document, which set the scene: processes, models, trainers.
-ELSEWHERE = {"docs/lab.md", "docs/frameworks.md", "docs/frameworks_core.md"}
+ELSEWHERE = {"docs/lab.md", "docs/frameworks.md"}
 
 
 def _blocks(page: str, language: str = "python") -> list[str]:
@@ -50,24 +50,24 @@ def test_the_python_blocks_run_in_order(page: str, tmp_path: Path, monkeypatch: 
         SAYS[page](names)
 
 
-def _starts_end_alike(names: dict[str, Any]) -> None:
-    """The quickstart shows the same loss from three learning rates that are nine decades apart."""
-    losses = names["losses"].values()
-    assert len(losses) == 3
-    assert max(losses) < 1.05 * min(losses)
-    assert max(losses) < 2.4  # 2.20 is the best of the table, 2.66 what a fixed 1e-3 gives
-
-
-def _stays_below(names: dict[str, Any]) -> None:
+def _starts_do_not_matter(names: dict[str, Any]) -> None:
+    """The quickstart ends with one loss from two learning rates that are nine decades apart; a ceiling holds."""
+    one, other = names["losses"].values()
+    assert one == other < 2.4  # 2.20 is the best of the table, 2.66 what a fixed 1e-3 gives
     (peak,) = names["found"].peak_lrs
-    assert 5e-4 < peak <= 1e-3
+    assert 1e-4 < peak <= 1e-3
 
 
-SAYS = {"docs/index.md": _starts_end_alike, "docs/finetuning.md": _stays_below}
+SAYS = {"docs/guide.md": _starts_do_not_matter}
+
+
+def _block_with(page: str, text: str) -> str:
+    (block,) = [block for block in _blocks(page) if text in block]
+    return block
 
 
 def test_the_quickstart_on_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, *_, ddp = _blocks("docs/index.md")
+    data, ddp = _blocks("docs/guide.md")[0], _block_with("docs/guide.md", "def train_ddp")
     (tmp_path / "quickstart_ddp.py").write_text(data + ddp)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -84,9 +84,9 @@ def _say(lines: list[str], folder: Path) -> None:
     exec("\n".join(lines), {})
 
 
-def test_the_log_is_silenced_and_redirected_as_the_faq_says(tmp_path: Path) -> None:
+def test_the_log_is_silenced_and_redirected_as_the_guide_says(tmp_path: Path) -> None:
     """In a process without any logging: pytest has handlers of its own."""
-    redirected, silent = _blocks("docs/faq.md")[-1].splitlines()
+    redirected, silent = _block_with("docs/guide.md", "FileHandler").splitlines()[-2:]
     script = ["import logging", "from hdet.notices import tell", "tell('heard')"]
     script += [redirected, "tell('written')", silent, "tell('unheard')"]
     process = server().Process(target=_say, args=(script, tmp_path))
