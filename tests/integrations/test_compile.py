@@ -50,7 +50,7 @@ def _one_cycle(optimizer: Optimizer) -> OneCycleLR:
 
 
 def _auto(optimizer: Optimizer) -> AutoLR:
-    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(start_steps=0, first_scale=0.5))
+    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(start_steps=0, level=False))
 
 
 def _drop_in(optimizer: Optimizer) -> OneCycleAutoLR:
@@ -195,14 +195,13 @@ def test_replicas_with_compiled_models_and_steps() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam, foreach", "adam, tensor", "sgd"])
-def test_a_climb_restarts_under_compiled_models_and_steps(optimizer: str) -> None:
-    """State that an optimizer creates lazily is gone after it, and the compiled step creates it again."""
+def test_a_first_level_is_found_under_compiled_models_and_steps(optimizer: str) -> None:
     torch._dynamo.reset()
     found = []
     for compiles in (False, True):
         model = net().float()
         made = OPTIMIZERS[optimizer](model.parameters())
-        scheduler = AutoLR(made, total_steps=60)
+        scheduler = AutoLR(made, total_steps=TOTAL_STEPS)
         forward = torch.compile(model, backend="eager") if compiles else model
 
         def step(made: Optimizer = made) -> None:
@@ -216,7 +215,9 @@ def test_a_climb_restarts_under_compiled_models_and_steps(optimizer: str) -> Non
             torch.autograd.backward(loss)
             take()
             scheduler.step(loss)
-        assert not scheduler._rounds.policy.climbing
+        level = scheduler._rounds.policy.level
+        assert level is not None
+        assert level.found
         found.append((float(made.param_groups[0]["lr"]), [p.detach().clone() for p in model.parameters()]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-4)

@@ -193,7 +193,7 @@ def _one_cycle(optimizer: Optimizer) -> OneCycleLR:
 
 
 def _auto(optimizer: Optimizer, model: nn.Module) -> AutoLR:
-    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(start_steps=0, first_scale=0.5))
+    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(start_steps=0, level=False))
 
 
 def _drop_in(optimizer: Optimizer, model: nn.Module) -> OneCycleAutoLR:
@@ -205,7 +205,7 @@ def _local(optimizer: Optimizer, model: nn.Module) -> AutoLR:
         _one_cycle(optimizer),
         model=model,
         signal="loss",
-        adapt=Adapt(spread=0.3, start_steps=0, first_scale=0.5),
+        adapt=Adapt(spread=0.3, start_steps=0, level=False),
         gradients="local",
         interval=INTERVAL,
     )
@@ -395,7 +395,7 @@ def test_a_rollback_from_the_host_is_one_from_the_device(captures: str) -> None:
             return AutoLR(
                 _one_cycle(optimizer),
                 interval=INTERVAL,
-                adapt=Adapt(start_steps=0, first_scale=0.5),
+                adapt=Adapt(start_steps=0, level=False),
                 copies=Copies(snapshot_device=device),
             )
 

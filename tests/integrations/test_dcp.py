@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
-import climbing
 from hdet.launch import launch
 from native import FACES, TOTAL_STEPS, Run, alike, error, everyone, net
 
@@ -225,19 +224,3 @@ def test_a_dry_run_of_the_optimizer_is_not_a_training_step(found: Found) -> None
 def test_a_checkpoint_of_another_scheduler_is_refused(found: Found) -> None:
     for result in found:
         assert "Missing key in checkpoint state_dict: scheduler." in result["details"]["other"]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated")
-def test_a_climb_that_was_saved_in_its_middle_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its first weights have no place in the state of a run that has not begun, into which a checkpoint is read."""
-    run, resumed = climbing.Run("adam"), climbing.Run("adam")
-    run.advance(10)
-    save({"app": _App(run), "scheduler": run.scheduler}, checkpoint_id=tmp_path, no_dist=True)  # type: ignore[arg-type]
-    with caplog.at_level("INFO", logger="hdet"):
-        load({"app": _App(resumed), "scheduler": resumed.scheduler}, checkpoint_id=tmp_path, no_dist=True)  # type: ignore[arg-type]
-    assert "the climb to go back to: it begins again, from these" in caplog.text
-    assert (resumed.scheduler.last_epoch, resumed.weights) == (10, run.weights)
-    first = resumed.everything()
-    assert 10 < resumed.climb() <= 10 + climbing.TOTAL_STEPS // 10
-    assert climbing.same(resumed.everything(), first)
-    assert resumed.peak > 1e-4

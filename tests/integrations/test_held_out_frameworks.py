@@ -42,7 +42,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, **options)
         self.scheduler = AutoLR(
             self.optimizer, total_steps=NUM_STEPS, model=model, probe=self.probe, interval=5, weight_decay="learn",
-            adapt=Adapt(climb=False, first_scale=1.0, gated=False),
+            adapt=Adapt(level=False),
         )  # fmt: skip
         signal: Any = self.scheduler._rounds.signals[0]
         signal.probe_every = 3

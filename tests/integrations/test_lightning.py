@@ -245,7 +245,7 @@ def test_without_a_schedule_the_learning_rate_is_constant() -> None:
 
     module = _module(None)
     module.configure_optimizers = lambda: task.make_optimizer(module.inner)
-    callback = HDETCallback(interval=2, adapt=Adapt(first_scale=0.5))
+    callback = HDETCallback(interval=2, adapt=Adapt(level=False))
     trainer = _trainer(callbacks=[callback])
     trainer.fit(module, torch.utils.data.DataLoader(task.Samples(16), batch_size=4))
     assert callback.scheduler is not None
@@ -287,7 +287,7 @@ def _finetune(order: str, folder: str = "", *, resume: bool = False, **trainer: 
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     module.configure_optimizers = configure_optimizers
-    callback = HDETCallback(interval=3, adapt=Adapt(first_scale=0.5))
+    callback = HDETCallback(interval=3, adapt=Adapt(level=False))
     callbacks: list[Any] = [Unfreeze(), callback] if order == "after" else [callback, Unfreeze()]
     if folder:
         callbacks.append(pl.callbacks.ModelCheckpoint(folder, save_top_k=-1, filename=order + "-{epoch}"))
