@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import AutoLR, RoundRecord, cli
+from hdet import Adapt, AutoLR, RoundRecord, cli
 from hdet.lab.runs import folder as run_folder
 from hdet.launch import launch
 from hdet.sinks import JsonLinesSink, TensorBoardSink
@@ -28,7 +28,7 @@ def _train(*sinks: Callable[[RoundRecord, Sequence[str]], object], num_rounds: i
     """Weights after each round."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.01)
-    scheduler = AutoLR(CosineAnnealingLR(optimizer, 4 * NUM_ROUNDS), interval=2)
+    scheduler = AutoLR(CosineAnnealingLR(optimizer, 4 * NUM_ROUNDS), interval=2, adapt=Adapt(level=False))
     for sink in sinks:
         scheduler.add_sink(sink)
     found = []

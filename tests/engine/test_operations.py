@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR
 
 import hdet.engine.clock
-from hdet import AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR
 from hdet.launch import launch
 from hdet.testing import Fault, Injector, assert_same_weights, collect_weights
 from options import grouped
 
 T = 4
+AS_GIVEN = Adapt(level=False)
 
 
 # -- arguments ----------------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def _broken_on_one_rank() -> dict[str, Any]:
     # Of a rank without any gradient in this step, too.
     weights = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weights], lr=0.1)
-    scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, faults=Faults(skip_nonfinite=True))
+    scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, adapt=AS_GIVEN, faults=Faults(skip_nonfinite=True))
     for grad in (torch.tensor([1.0, math.inf]) if dist.get_rank() else None, torch.ones(2)):
         before = weights.detach().clone()
         weights.grad = grad
@@ -265,7 +266,7 @@ def _collectives() -> list[int]:
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         signal: Any = "gradient" if gradients == "shared" else "loss"
-        options: Any = {"signal": signal, "gradients": gradients, "model": model}
+        options: Any = {"signal": signal, "gradients": gradients, "model": model, "adapt": AS_GIVEN}
         scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, faults=Faults(skip_nonfinite=skips), **options)
         num_calls = 0
         reduce = dist.all_reduce
@@ -464,7 +465,7 @@ def test_ranks_must_agree() -> None:
 def test_taking_out_a_gradient_does_not_wait_for_the_gpu() -> None:
     model = _model().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, faults=Faults(skip_nonfinite=True))
+    scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, adapt=AS_GIVEN, faults=Faults(skip_nonfinite=True))
     x = torch.randn(8, 3, device="cuda")
     before = [p.detach().clone() for p in model.parameters()]
     for factor in (1.0, math.nan, 1.0):

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR
+from hdet.controllers import EvidenceController
 from hdet.knobs import LearningRate
 from hdet.replicas.sharding import local_tensor
 from options import grouped
@@ -89,7 +90,8 @@ def loss_signal(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoL
 
 
 def gradient_signal(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:
-    return _auto(optimizer, model, **options)
+    """With a controller that moves from the first round on: that of a level needs more than there are."""
+    return _auto(optimizer, model, **{"controller": EvidenceController(), **options})
 
 
 def _auto(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:

@@ -1,8 +1,8 @@
-"""Eq. 11 to 15 and the first-order signal in plain NumPy, beside :mod:`oracle`, whose problem and schedule it uses.
+"""Eq. 11, 12, 16 and 17 and the first-order signal in plain NumPy, beside :mod:`oracle`, whose problem it uses.
 
-The smoothed slope is written as the explicit weighted mean over all rounds rather than as a recursion, the brake looks
-at the list of all rounds, the climb at that of all steps, and the line is fitted by ``lstsq``, so that little is shared
-with the library but the draw of the permutations.
+The smoothed slope is written as the explicit weighted mean over all rounds rather than as a recursion, the level and
+what the run has gained are looked up in lists of all rounds so far, and the line is fitted by ``lstsq``, so that little
+is shared with the library but the draw of the permutations.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 import oracle
-import oracle_climb
 from hdet.policy.spread import permutation
 from oracle import Array, Scenario
 
@@ -24,36 +23,36 @@ MAX_FALL = 2.0  # of log s, before the anchor is renewed
 
 @dataclass(frozen=True)
 class AnchorScenario(Scenario):
-    """One training run with AutoLR. Symbols: kappa (gain), z0 (optimism, at first and in the end)."""
+    """One training run with AutoLR. Symbols: kappa (gain), z0 (optimism), c (pace)."""
 
     cycle_momentum: bool = False
     total_steps: int = 31
     pct_start: float = 0.4
     spread: float = 0.2
     signal: Literal["loss", "gradient"] = "loss"
+    controller: Literal["evidence", "level"] = "evidence"
     anchor_rounds: int | None = None
     together: bool = True
-    gated: bool = True
     gain: float = 0.1
-    optimism: tuple[float, float] = (2.5, 1.0)
-    fall: float | None = 4.0
-    brake: tuple[float, float] | None = (0.3, 0.6)
+    optimism: float = 0.75
     smoothing: float = 0.5
     up: float = 0.2
     sprint: float = 0.5
     down: float = 1.0
-    first_scale: float = 1.0
+    pace: float = 2.0
+    max_update: float | None = 0.0125
     start_steps: int = 0
     hold_share: float = 0.1
     scale_bounds: tuple[float, float] = (1e-6, 1e6)
-    climb: bool = False
+    level: bool = False  # whether the first learning rate is found
     constant: bool = False  # the learning rate of a run without a schedule: constant, then down to 0 along a line
 
     def eta(self, max_lr: float, step: int) -> float:
         """What the schedule alone gives."""
         if not self.constant:
             return oracle.schedule(self, max_lr, step)[0]
-        return max_lr * min(1.0, (self.total_steps - step) / (0.3 * self.total_steps))
+        ratio = max_lr / self.max_lr[0] if self.level else max_lr
+        return ratio * min(1.0, (self.total_steps - step) / (0.3 * self.total_steps))
 
 
 @dataclass
@@ -66,10 +65,12 @@ class AnchorRound:
     slope: Array | None = None  # (K,), None while the controller is not acting
     standard_error: Array | None = None
     z: Array | None = None
-    cost: Array | None = None  # of the brake
+    elasticity: Array | None = None  # of the level controller
+    progress: Array | None = None
+    cost: Array | None = None
     new_anchor: bool = False
-    phase: str = ""
-    restart: bool = False
+    searching: bool = False
+    in_warmup: bool = False
 
 
 @dataclass
@@ -81,8 +82,78 @@ class AnchorTrajectory:
     rounds: list[AnchorRound] = field(default_factory=list)
 
 
+# -- Eq. 16 ---------------------------------------------------------------------------------------------------------
+
+
+class Update(NamedTuple):
+    """The step that has ended a round: norms of weights, update and gradient."""
+
+    step: int
+    rate: float  # the first group's base learning rate
+    scheduled: float
+    weights: float
+    update: float
+    gradient: float
+
+
+class Found(NamedTuple):
+    """The level after some rounds. ``scale``: of the schedule, ``rises``: whether along a warm-up of its own."""
+
+    scale: float
+    known: bool = False
+    done: bool = False
+    rises: bool = False
+
+
+def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Found:
+    """Where the run stands, from all updates so far; those after the warm-up do not count."""
+    peak = 1.0 if s.constant else max(s.eta(s.max_lr[0], step) for step in range(s.total_steps))
+    warm = max(int(0.06 * s.total_steps), 1)
+    ratios: list[float] = []
+    weights, probe, scale = 0.0, 0.0, 1e-12 / peak
+    for u in updates:
+        size = max(u.weights, 1e-3 * math.sqrt(num_entries))
+        if u.rate > 0 and u.update > 1e-6 * size:
+            weights = size
+            ratios.append(u.update / u.rate)
+        elif not ratios:
+            aims = [1e-4 * size / math.sqrt(num_entries), 1e-4 * size / u.gradient]
+            probe = min((aim for aim in aims if aim > probe), default=100 * probe)
+            scale = probe / max(u.scheduled, peak / 1000)
+        if ratios and u.step >= max(warm, 4):
+            break
+    if not ratios:
+        return Found(scale)
+    done = updates[-1].step >= max(warm, 4)
+    delta = 0.02 * min(math.sqrt(max(200 / s.total_steps, 1.0)), 2.0)
+    lr = delta * weights / (max(ratios) + 2 * ratios[-1])
+    if not s.constant and 1 / 8 <= lr / peak <= 8:
+        return Found(1.0, True, done)
+    warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
+    return Found(lr / peak, True, done, not warms_up_itself)
+
+
+def norm(parts: list[Array]) -> float:
+    return math.sqrt(sum(float(np.sum(part**2)) for part in parts))
+
+
+# -- Eq. 12 and 17 --------------------------------------------------------------------------------------------------
+
+
+class Shown(NamedTuple):
+    """What a round has shown beside its slopes."""
+
+    loss: float
+    start: tuple[float, float] | None  # the loss before training, and the standard error of the fall since
+    update: float | None  # relative to the weights
+    in_warmup: bool
+    elapsed: float
+    progress: float
+    relative_scale: float  # to the level
+
+
 class Evidence:
-    """Eq. 12 for one knob, from the list of all rounds so far."""
+    """The controllers for one knob, from the list of all rounds so far."""
 
     def __init__(self, scenario: AnchorScenario) -> None:
         self.scenario = scenario
@@ -109,51 +180,91 @@ class Evidence:
         slope = self.smoothed(self.slopes)
         return slope, standard_error, slope / standard_error if slope else 0.0  # at the anchor itself: no evidence
 
-    def cost_over_gain(self) -> float:
-        """B / R: the mean slope of the last quarter, over what the loss would fall while the time grows e-fold.
+    def move(self, z: float, shown: Shown) -> float:
+        """Eq. 12. The limit of a rise goes from up to sprint as -z from 10 to 60."""
+        s = self.scenario
+        if s.controller == "level":
+            return self.level_move(z, shown)
+        limit = s.up + (s.sprint - s.up) * between(-z, 10, 60)
+        return float(np.clip(s.gain * (s.optimism - z) / 2, -s.down, 0.0 if shown.in_warmup else limit))
 
-        A slope above 0 counts two standard errors less. Of 128 rounds or more two count as one, of 256 four, and so on;
-        those that are left over do not.
-        """
+    def rows(self) -> list[tuple[float, float]]:
+        """Slope and loss: of 128 rounds or more two count as one, of 256 four; those that are left over do not."""
         stride = 1
         while len(self.slopes) // stride >= 128:
             stride *= 2
-        num = len(self.slopes) // stride
+        both = np.array([self.slopes, self.losses])
+        return [tuple(both[:, i : i + stride].mean(axis=1)) for i in range(0, len(self.slopes) - stride + 1, stride)]
+
+    def looked_back(self) -> dict[str, float]:
+        """The last quarter of the run so far, beside the eighth before its middle."""
+        rows = self.rows()
+        num = len(rows)
         if num < 8:
-            return 0.0
-        slopes = [float(np.mean(self.slopes[i * stride : (i + 1) * stride])) for i in range(num)]
-        losses = [float(np.mean(self.losses[i * stride : (i + 1) * stride])) for i in range(num)]
+            return {}
+        slopes, losses = ([row[i] for row in rows] for i in (0, 1))
         late, then = losses[int(num * 3 / 4) :], losses[int(num * 3 / 8) : int(num / 2)]
-        steps = [b - a for a, b in itertools.pairwise(late)]
-        one = sum(step**2 for step in steps) / len(steps) / 2  # the variance of one, from successive differences
-        noise = math.sqrt(one / len(late) + one / len(then))
-        gain = max(float(np.mean(then) - np.mean(late)), noise) / math.log(2)
+        second_half = losses[int(num / 2) :]
+        bends = [
+            (a - 2 * b + c) ** 2 / 6 for a, b, c in zip(second_half, second_half[1:], second_half[2:], strict=False)
+        ]
+        deviation = math.sqrt(sum(bends) / len(bends)) * (1 + 2 / len(bends))
+        noise = math.hypot(deviation / math.sqrt(len(late)), deviation / math.sqrt(len(then)))
+        drop = float(np.mean(then) - np.mean(late))
         recent = slopes[int(num * 3 / 4) :]
         turns = [(b - a) ** 2 for a, b in itertools.pairwise(recent)]
         error = math.sqrt(sum(turns) / len(turns) / 2 / len(recent))
         slope = float(np.mean(recent))
-        return (slope if slope < 0 else max(slope - 2 * error, 0.0)) / gain
+        doubted = slope if slope < 0 else max(slope - 2 * error, 0.0)
+        return {
+            "progress": drop / noise,
+            "cost": doubted / (max(drop, noise) / math.log(2)),
+            "slope": slope,
+            "z": slope / error,
+            "jump": (losses[-1] - losses[-2]) / (math.sqrt(2) * deviation),
+        }
 
-    def move(self, z: float, risen: float, progress: float) -> float:
-        """Eq. 12 and 15. The limit of a rise, the schedule's own included, goes from up to sprint as -z from 10 to 60.
+    def elasticity(self, slope: float, shown: Shown) -> float:
+        """B over the fall of the loss; one that falls no further than the slope says is linear."""
+        if shown.start is None:
+            return 0.0
+        first, error = shown.start
+        fall = first - shown.loss
+        if slope < 0:
+            return max(slope / max(fall - 2 * error, -slope), -0.98)
+        return min(slope / max(fall, error), 10.0)
 
-        Between z0 and ``fall`` it holds still. The brake fades rises out, and then lowers.
-        """
-        s = self.scenario
-        limit = s.up + (s.sprint - s.up) * min(max((-z - 10) / 50, 0.0), 1.0)
-        optimism = (1 - progress) * s.optimism[0] + progress * s.optimism[1]
-        fall = optimism if s.fall is None else s.fall
-        if z < optimism:
-            wanted = min(s.gain * (optimism - z) / 2, limit)
-        else:
-            wanted = max(-s.gain * max(z - fall, 0.0) / 2, -s.down)
-        if s.brake is not None:
-            cost, (low, high) = self.cost_over_gain(), s.brake
-            if wanted > 0 and cost > low:
-                wanted *= max((high - cost) / (high - low), 0.0)
-            if cost > high:
-                wanted = min(wanted, -s.down * min(cost - high, 1.0))
-        return min(wanted, max(limit - risen, 0.0))
+    def level_move(self, z: float, shown: Shown) -> float:
+        """Eq. 17."""
+        s, past = self.scenario, self.looked_back()
+        q, cost = past.get("progress", 0.0), past.get("cost", 0.0)
+        e = self.elasticity(self.smoothed(self.slopes), shown)
+        z0 = 2.5 - 1.5 * min(shown.progress, 1.0)
+        moves = [s.pace * shown.elapsed * between(z0 - z, 0, z0) * between(q, 3, 10)]
+        asked_for = z < -2 and e < 0
+        if asked_for and (z < -4 or q >= 3):
+            moves[0] += 2 * shown.elapsed * math.log((1 + e / 2) / (1 + e))
+            if e < -0.8:
+                moves[0] = max(moves[0], 0.3 * between(-z, 4, 10))
+        if s.max_update is not None and shown.update is not None and e >= -0.8:
+            moves[0] *= between(s.max_update - shown.update, 0, 0.3 * s.max_update)
+        moves[0] = min(moves[0] * between(-cost, -0.6, -0.3), 0.3)
+        if shown.in_warmup or past.get("jump", 0.0) > 2:
+            moves[0] = 0.0
+        lowest = 0.03 if q < -3 else 0.3
+        if past and q < 1 and not asked_for and not shown.in_warmup and shown.relative_scale > lowest:
+            moves.append(-0.1 * min(1 - q, 1.0))
+        for sure, over in ((z > 4, e), (past.get("z", 0.0) > 2, self.elasticity(past.get("slope", 0.0), shown))):
+            if sure and over > 0.25:
+                moves.append(-min(2 * shown.elapsed * math.log((1 + over) / (1 + over / 2)), 0.2))
+        if cost > 2:
+            moves.append(-min(2 * shown.elapsed * min(cost - 2, 1.0), 0.2))
+        return min(moves)
+
+
+def between(value: float, low: float, high: float) -> float:
+    """0 up to ``low``, 1 from ``high`` on, and along a line from one to the other."""
+    return min(max((value - low) / (high - low), 0.0), 1.0)
 
 
 def fitted_line(rho: Array, losses: Array) -> tuple[float, float | None]:
@@ -167,6 +278,9 @@ def fitted_line(rho: Array, losses: Array) -> tuple[float, float | None]:
     return float(solution[1]), math.sqrt(covariance[1, 1])
 
 
+# -- the method -----------------------------------------------------------------------------------------------------
+
+
 def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
     """Train all replicas and write down everything."""
     num_groups, num_tensors = len(scenario.max_lr), 4
@@ -176,44 +290,33 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
     update = oracle.OPTIMIZERS[scenario.optimizer]
     replicas = range(num_replicas)
     spreads = scenario.signal == "loss"
+    warm = max(int(0.06 * scenario.total_steps), 1)
+    hold = (1 - scenario.hold_share) * scenario.total_steps
 
     theta = [oracle.initial_weights(scenario.seed) for _ in replicas]
     anchor = oracle.initial_weights(scenario.seed)
     memory = [[oracle.Memory() for _ in range(num_tensors)] for _ in replicas]
     evidence = [Evidence(scenario) for _ in range(num_knobs)]
-    scales, openness = np.full(num_knobs, scenario.first_scale), np.zeros(num_knobs)
-    risen, fallen = np.zeros(num_knobs), np.zeros(num_knobs)
-    rising = [scenario.gated or scenario.climb] * num_knobs
-    climbed: list[tuple[float, float]] = []  # loss and slope of each step of the climb
-    climbing, num_attempts, ended, warm, ramp = scenario.climb, 1, 0, 0, 0
-    if climbing:
-        scales = np.full(num_knobs, 0.01)
+    moved, fallen = np.ones(num_knobs), np.zeros(num_knobs)  # the scales are the level's times this
+    updates: list[Update] = []
+    num_entries = len(oracle.flat(anchor))
+    level = find_level(scenario, updates, num_entries) if scenario.level else Found(1.0, True, True)
+    searching, begun, before = scenario.level, 0, 0.0
+    first_losses: list[float] = []
     rho = fan_out(scenario, num_knobs, num_replicas, 0) if spreads else np.ones((num_knobs, num_replicas))
     reported: list[list[float]] = []
     samples: list[Array] = []
     result = AnchorTrajectory(
         lrs=np.empty((scenario.total_steps, num_replicas, num_groups)),
         losses=np.empty((scenario.total_steps, num_replicas)),
-        weights=np.empty((scenario.total_steps, num_replicas, len(oracle.flat(theta[0])))),
+        weights=np.empty((scenario.total_steps, num_replicas, num_entries)),
         multipliers=np.empty((scenario.total_steps, num_knobs, num_replicas)),
     )
 
     for step in range(scenario.total_steps):
         eta = np.array([scenario.eta(lr, step) for lr in scenario.max_lr])
-        if step > 0:  # Eq. 13; all groups share the shape of the schedule
-            before = scenario.eta(scenario.max_lr[0], step - 1)
-            g = math.log(eta[0] / before)
-            for k in range(num_knobs):
-                rising[k] = rising[k] and g >= 0
-                if rising[k]:
-                    scales[k] *= math.exp(-g * (1 - openness[k]))
-                    risen[k] += g * openness[k]
-            scales = np.clip(scales, *scenario.scale_bounds)
-            if 0 < ramp < warm:
-                ramp += 1
-                scales *= ramp / (ramp - 1)
-                risen += math.log(ramp / (ramp - 1))
-
+        share = min((step + 1) / warm, 1.0) if level.rises else 1.0
+        scales = level.scale * moved * share
         result.multipliers[step] = rho
         found = [oracle.loss_and_gradient(theta[r], *oracle.batch(scenario.seed, step, r)) for r in replicas]
         shared = [np.mean([gradient[i] for _, gradient in found], axis=0) for i in range(num_tensors)]
@@ -221,64 +324,78 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
         for i in range(num_tensors):
             sample[knob_of[group_of[i]]] += np.sum(shared[i] * (theta[0][i] - anchor[i]))
         samples.append(sample)
+        sizes = []
         for r in replicas:
             for j in range(num_groups):
                 k = knob_of[j]
                 result.lrs[step, r, j] = eta[j] * scales[k] * rho[k, r]
-            for i in range(num_tensors):
-                lr = float(result.lrs[step, r, group_of[i]])
-                theta[r][i] = update(theta[r][i], shared[i], memory[r][i], lr, oracle.FIXED_MOMENTUM, 0.0)
+            old = theta[r]
+            theta[r] = [
+                update(
+                    old[i], shared[i], memory[r][i], float(result.lrs[step, r, group_of[i]]), oracle.FIXED_MOMENTUM, 0.0
+                )
+                for i in range(num_tensors)
+            ]
+            sizes.append((norm(old), norm([new - was for new, was in zip(theta[r], old, strict=True)])))
         result.losses[step] = [loss for loss, _ in found]
         reported.append([loss for loss, _ in found])
 
         num_done = step + 1
         last = num_done == scenario.total_steps
-        if climbing:
-            climbed.append((float(np.mean(reported)), float(sample.sum())))
-            first_lr = scenario.eta(scenario.max_lr[0], 0)
-            lrs, endings, scale = oracle_climb.climb(climbed, first_lr, scenario.total_steps)
-            told = AnchorRound(num_done, np.array(reported[0]), eta, scales, 0.0, slope=sample, phase="climb")
-            if len(endings) > num_attempts or endings[-1]:  # Eq. 14: all is put back
-                theta = [oracle.initial_weights(scenario.seed) for _ in replicas]
-                memory = [[oracle.Memory() for _ in range(num_tensors)] for _ in replicas]
-                num_attempts, told.restart = len(endings), True
-            scales = scales * (scale * first_lr / lrs[-1])
-            if endings[-1]:
-                climbing, ended, ramp = False, num_done, 1
-                warm = min(max(int(0.06 * scenario.total_steps), 1), 500)
-                scales = scales / warm
-            told.scales, told.base_values = scales.copy(), eta * scales[knob_of]
-            result.rounds.append(told)
-            reported, samples = [], []
-            risen = np.zeros(num_knobs)
-            result.weights[step] = [oracle.flat(t) for t in theta]
-            continue
-        whole = num_done % scenario.interval == 0 and num_done - ended >= min(4, scenario.interval)
-        if whole or last:
+        due = searching or num_done % scenario.interval == 0
+        if due or last:
             mean = [np.mean([theta[r][i] for r in replicas], axis=0) for i in range(num_tensors)]
             distance = max(float(np.linalg.norm(oracle.flat(theta[r]) - oracle.flat(mean))) for r in replicas)
             losses = np.mean(reported, axis=0)
-            told = AnchorRound(num_done, losses, eta, scales, distance)
-            hold = (1 - scenario.hold_share) * scenario.total_steps
-            if scenario.start_steps < num_done <= hold:
-                rows = []
+            told = AnchorRound(num_done, losses, eta, scales, distance, searching=searching)
+            weights, change = (math.sqrt(np.mean([row[i] ** 2 for row in sizes])) for i in (0, 1))
+            acting = not searching and scenario.start_steps < num_done <= hold
+            if scenario.level and due:  # Eq. 16
+                rate = float(eta[0] * scales[0])
+                updates.append(Update(num_done, rate, float(eta[0]), weights, change, norm(shared)))
+                level = find_level(scenario, updates, num_entries)
+                searching = not level.known or num_done < 4
+            told.in_warmup = not level.done or eta[0] > before * (1 + 1e-6) > 0
+            if acting:
+                num_steps, start = num_done - begun, None
+                if len(first_losses) == 4:
+                    first = float(np.mean(first_losses))
+                    noise = max(float(np.std(first_losses, ddof=1)), abs(first) / 1000)
+                    start = first, noise * math.sqrt(1 / 4 + 1 / num_steps)
+                moves, rows = np.zeros(num_knobs), []
                 for k in range(num_knobs):
+                    shown = Shown(
+                        loss=float(np.mean(losses)),
+                        start=start,
+                        update=change / weights if scenario.level and due else None,
+                        in_warmup=told.in_warmup,
+                        elapsed=min(math.log(num_done / max(begun, 1)), 0.7),
+                        progress=num_done / hold,
+                        relative_scale=float(moved[k]),
+                    )
                     slope, error = fitted_line(rho[k], losses) if spreads else mean_and_error([s[k] for s in samples])
-                    rows.append(evidence[k].add(slope, error, float(np.mean(losses))))
-                told.slope, told.standard_error, told.z = (np.array(column) for column in zip(*rows, strict=True))
-                moves = np.array(
-                    [evidence[k].move(float(told.z[k]), float(risen[k]), num_done / hold) for k in range(num_knobs)]
-                )
-                told.cost = np.array([evidence[k].cost_over_gain() for k in range(num_knobs)])
-                scales = np.clip(scales * np.exp(moves), *scenario.scale_bounds)
-                openness = np.zeros(num_knobs) if scenario.climb else np.clip(-told.z / 2, 0, 1)
+                    slope, error, z = evidence[k].add(slope, error, shown.loss)
+                    past = evidence[k].looked_back()
+                    e = evidence[k].elasticity(slope, shown)
+                    rows.append((slope, error, z, e, past.get("progress", 0.0), past.get("cost", 0.0)))
+                    moves[k] = evidence[k].move(z, shown)
+                columns = [np.array(column) for column in zip(*rows, strict=True)]
+                told.slope, told.standard_error, told.z = columns[:3]
+                if scenario.controller == "level":
+                    told.elasticity, told.progress, told.cost = columns[3:]
+                moved = np.clip(moved * np.exp(moves), *scenario.scale_bounds)
                 fallen = np.maximum(fallen - moves, 0)
                 if (fallen >= MAX_FALL).any():  # from so far above, the way since the anchor tells nothing any more
                     anchor = [m.copy() for m in mean]
                     told.new_anchor = True
                     evidence = [Evidence(scenario) for _ in range(num_knobs)]
-                    openness, fallen = np.zeros(num_knobs), np.zeros(num_knobs)
-            told.scales, told.base_values = scales.copy(), eta * scales[knob_of]
+                    fallen = np.zeros(num_knobs)
+            if len(first_losses) < 4:
+                first_losses.append(float(np.mean(losses)))
+            begun, before = num_done, float(eta[0])
+            share = min(num_done / warm, 1.0) if level.rises else 1.0
+            told.scales = level.scale * moved * share
+            told.base_values = eta * told.scales[knob_of]
             result.rounds.append(told)
 
             # Eq. 9 and 11
@@ -292,7 +409,6 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                     place = 1.0 if last else rho[knob_of[group_of[i]], r]
                     theta[r][i] = anchor[i] + place * (mean[i] - anchor[i])
             reported, samples = [], []
-            risen = np.zeros(num_knobs)
         result.weights[step] = [oracle.flat(t) for t in theta]
     return result
 
