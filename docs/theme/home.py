@@ -13,4 +13,5 @@ PAGE = """<!doctype html>
 
 
 def on_post_build(config: Any) -> None:
+    """Write it, when all pages are there."""
     (Path(config["site_dir"]) / "index.html").write_text(PAGE)

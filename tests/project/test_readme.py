@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import math
 import re
 import warnings
 from pathlib import Path
@@ -12,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
+
+from hdet.launch import launch
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -33,8 +36,8 @@ class Net(torch.nn.Module):
         return loss
 
 
-def _lines_of_diff(without: str) -> str:
-    (diff,) = _blocks("diff")
+def _lines_of_diff(number: int, without: str) -> str:
+    diff = _blocks("diff")[number]
     return "\n".join(line[1:] for line in diff.splitlines() if not line.startswith(without))
 
 
@@ -43,59 +46,38 @@ def test_the_diff_goes_from_a_loop_that_trains_to_one(without: str, name: str) -
     model = Net()
     batches = [torch.randn(8, 4) for _ in range(60)]
     names: dict[str, Any] = {"torch": torch, "model": model, "loader": batches}
-    exec(compile(_lines_of_diff(without), "README.md", "exec"), names)
+    exec(compile(_lines_of_diff(0, without), "README.md", "exec"), names)
     assert names[name].last_epoch == len(batches)
     assert names["optimizer"].state[model.inner.weight]["step"] > 0
     if name == "scheduler":
-        assert names[name].found().climb_steps > 0
+        assert names[name].history[0].phase == "warm-up"
 
 
-def test_the_line_it_shows_is_what_a_run_says(caplog: pytest.LogCaptureFixture) -> None:
-    """Up to numbers and reason: the README shows the end of a climb."""
-    shown = next(" ".join(block.split()) for block in _blocks("text") if block.startswith("hdet: "))
-    names: dict[str, Any] = {"torch": torch, "model": Net(), "loader": [torch.randn(8, 4) for _ in range(60)]}
-    with caplog.at_level("INFO", logger="hdet"):
-        exec(compile(_lines_of_diff("-"), "README.md", "exec"), names)
-    (said,) = [record.getMessage() for record in caplog.records if "is over" in record.getMessage()]
-    varying = r"\d+ steps at a learning rate of \S+ because [^;]+"
-    assert re.sub(varying, "", said) == re.sub(varying, "", shown.removeprefix("hdet: "))
+def _train_replica(code: str) -> int:
+    names: dict[str, Any] = {"torch": torch, "model": Net(), "loader": [torch.randn(8, 4) for _ in range(100)]}
+    names |= {"DistributedDataParallel": DistributedDataParallel, "OneCycleLR": OneCycleLR}
+    exec(compile(code, "README.md", "exec"), names)
+    scheduler = names["scheduler"]
+    assert scheduler.last_epoch == 100
+    return len(getattr(scheduler, "history", ()))
 
 
-def test_picture_and_table_are_those_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("without", "num_rounds"), [("-", 1), ("+", 0)])
+def test_the_diff_of_the_papers_method_runs_on_two_processes(without: str, num_rounds: int) -> None:
+    assert launch(_train_replica, 2, _lines_of_diff(1, without), timeout_s=60) == [num_rounds] * 2
+
+
+def test_the_table_is_that_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     first_screen = importlib.import_module("first_screen")
-    records = [first_screen.Record.read(path) for path in first_screen.RECORDS]
-    again = "is out of date: python benchmarks/first_screen.py"
-    assert first_screen.filled(README, "figures", first_screen.table(records)) == README, f"README.md {again}"
     rivals = first_screen.rivals(first_screen.load(first_screen.BENCH))
-    assert first_screen.filled(README, "rivals", rivals) == README, f"README.md {again}"
-    pictured = first_screen.picture(records[: first_screen.NUM_PICTURED])
-    assert first_screen.PICTURE.read_text() == pictured, f"{first_screen.PICTURE.name} {again}"
-    assert f"]({first_screen.PICTURE.relative_to(ROOT).as_posix()})" in README
+    again = "README.md is out of date: python benchmarks/first_screen.py"
+    assert first_screen.filled(README, "rivals", rivals) == README, again
 
 
-def test_the_table_is_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    first_screen = importlib.import_module("first_screen")
-    fixed = [("wsd", 0.1, 0, 2.2), ("wsd", 0.2, 0, 2.0), ("wsd", 0.4, 0, math.inf), ("cosine", 0.2, 0, 2.1)]
-    mine = [("auto", 1e-8, 0, 2.02), ("auto", 1.0, 0, 1.98), ("auto", 1e-2, 0, 2.2)]
-    record = first_screen.Record("toy", "adam", 500, tuple(first_screen.Point(*run) for run in fixed + mine))
-    row = first_screen.table([record]).splitlines()[-1]
-    assert row == "| `toy`, adam, 500 steps | +10.0% | +inf% | +1.0% | +10.0% | 1 of 3 |"
-
-
-def test_every_page_is_in_its_contents() -> None:
+def test_every_page_is_linked() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert pages == set(re.findall(r"\]\(docs/(\w+\.md)\)", README.partition("## Contents")[2]))
-
-
-def test_the_first_screen_is_one() -> None:
-    """What it is, how to install it, the diff, the picture, and where it loses come before anything else."""
-    first, _, _ = README.partition("\n## ")
-    places = [
-        first.index(part) for part in ("Stop sweeping", "pip install", "```diff", "any-start.svg", "Where it loses")
-    ]
-    assert places == sorted(places)
+    assert pages == set(re.findall(r"\]\(docs/(\w+\.md)\)", README.partition("## Documentation")[2]))
 
 
 def test_links_lead_somewhere() -> None:
