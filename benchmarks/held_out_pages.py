@@ -68,7 +68,9 @@ def load(folder: Path) -> dict[str, Task]:
 
 
 def shares(values: Sequence[float]) -> str:
-    return ", ".join(f"{100 * value:+.1f}%" for value in values)
+    """Their mean, the least and the most."""
+    mean, least, most = (f"{100 * value:+.1f}%" for value in (statistics.fmean(values), min(values), max(values)))
+    return mean if least == most else f"{mean} ({least} to {most})"
 
 
 def lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -85,7 +87,7 @@ def test_table(tasks: Mapping[str, Task]) -> str:
         return lambda task: shares(task.above(task.chosen(allowed, by), "test"))
 
     rows = [
-        row("best of the grid, test loss", lambda task: ", ".join(f"{best:.3f}" for best in task.best("test"))),
+        row("best of the grid, test loss", lambda task: f"{statistics.fmean(task.best('test')):.3f}"),
         row("chosen from the grid by held-out loss", grid("held_out")),
         row("best of the grid without weight decay", grid("test", lambda run: run["weight_decay"] == 0)),
         row("AutoLR, no probe", lambda task: shares(task.above(task.of("plain"), "test"))),
@@ -94,13 +96,6 @@ def test_table(tasks: Mapping[str, Task]) -> str:
         *learned(tasks, "test"),
     ]
     return lines(["", *(TASKS[name] for name in tasks)], rows)
-
-
-def held_out_table(tasks: Mapping[str, Task]) -> str:
-    """Held-out loss of what was learned, against the lowest of the grid."""
-    lowest = ["lowest of the grid, held-out loss"]
-    lowest += [", ".join(f"{best:.3f}" for best in task.best("held_out")) for task in tasks.values()]
-    return lines(["", *(TASKS[name] for name in tasks)], [lowest, *learned(tasks, "held_out")])
 
 
 def learned(tasks: Mapping[str, Task], by: str) -> Iterator[list[str]]:
@@ -152,8 +147,8 @@ def cost_table(folder: Path) -> str:
 def page(text: str, folder: Path) -> str:
     """The page with the figures of the records."""
     tasks = load(folder)
-    parts = {"test": test_table(tasks), "held-out": held_out_table(tasks), "flag": flag_line(tasks)}
-    for name, new in {**parts, "cost": cost_table(folder)}.items():
+    parts = {"test": test_table(tasks), "flag": flag_line(tasks), "cost": cost_table(folder)}
+    for name, new in parts.items():
         text = filled(text, name, new, script="held_out_pages")
     return text
 
