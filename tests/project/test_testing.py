@@ -11,7 +11,7 @@ import pytest
 
 import hdet.testing.controllers
 from hdet.checks import FloatArray
-from hdet.controllers import Controller, Decision, Evidence, EvidenceController, Hold, PaperController
+from hdet.controllers import Controller, Decision, Evidence, EvidenceController, Hold, LevelController, PaperController
 from hdet.testing import check_controller
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
@@ -19,6 +19,8 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "paper": PaperController,
     "paper, quick": lambda: PaperController(0.1, 2.0, 0.5),
     "paper, far too quick": lambda: PaperController(0.05, 1000.0, 0.0),
+    "level": LevelController,
+    "level, quick": lambda: LevelController(pace=20.0, optimism=(5.0, 5.0), max_update=None),
     "evidence": EvidenceController,
     "evidence, no memory": lambda: EvidenceController(smoothing=0.0),
     "evidence, long memory": lambda: EvidenceController(smoothing=0.9, gain=0.5),
@@ -120,16 +122,6 @@ class _PrefersKnob0(_Good):
         return super().preference(evidence) * (1 + np.arange(len(evidence.multipliers)))
 
 
-class _WideOpen(_Good):
-    def decide(self, preference: FloatArray) -> Decision:
-        return super().decide(preference)._replace(openness=2 + preference)
-
-
-class _OneOpenness(_Good):
-    def decide(self, preference: FloatArray) -> Decision:
-        return super().decide(preference)._replace(openness=np.ones(()))
-
-
 class _InfoOfArrays(_Good):
     def decide(self, preference: FloatArray) -> Decision:
         return super().decide(preference)._replace(info={"z": preference})  # type: ignore[dict-item]
@@ -190,8 +182,6 @@ BROKEN: dict[type[_Good], str] = {
     _FollowsReplica0: "permuting the replicas must change nothing, but factors",
     _ReadsTheLevel: "adding a constant to all losses must change nothing, but factors",
     _PrefersKnob0: r"permuting the knobs must permute the decision, but .* \(with 3 knobs",
-    _WideOpen: r"openness must lie in \[0, 1\], but got",
-    _OneOpenness: r"openness must be None or have shape \(1,\), but got \(\)",
     _InfoOfArrays: r"info\['z'\] must be a tuple of floats, but got array",
     _InfoOfNumpyFloats: r"info\['z'\] must be a tuple of floats, but got \(np.float64",
     _StateOfADict: "the state must be a NamedTuple, but got dict",

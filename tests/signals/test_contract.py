@@ -12,12 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hdet.checks import FloatArray
+from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
 from hdet.signals.base import Reading, Signal, merged
 from hdet.signals.gradient import GradientSignal
 from hdet.signals.held_out import HeldOutGradient
 from hdet.signals.loss import LossSignal
 from hdet.signals.probe import ProbeSignal
+from hdet.signals.update_size import UpdateSize
 from hdet.testing import check_signal
 from hdet.weights.anchor import Anchor
 
@@ -41,8 +43,8 @@ def _probe(model: nn.Module, optimizer: Optimizer) -> ProbeSignal:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda model, optimizer: LossSignal(), _gradient, _held_out, _probe],
-    ids=["loss", "gradient", "held_out", "probe"],
+    [lambda model, optimizer: LossSignal(), _gradient, _held_out, _probe, lambda *_: UpdateSize(num_ranks=1)],
+    ids=["loss", "gradient", "held_out", "probe", "update_size"],
 )
 def test_a_signal_keeps_the_contract(make: Callable[[nn.Module, Optimizer], Signal]) -> None:
     check_signal(make)
@@ -121,7 +123,9 @@ def test_a_signal_that_breaks_a_rule_is_found(make: Callable[[nn.Module, Optimiz
 
 def test_of_several_signals_the_first_that_shows_something_counts() -> None:
     losses, slopes = np.array([1.0]), (np.array([2.0]), np.array([0.1]))
+    sizes = Sizes(1.0, 0.1, 2.0, 3.0)
     assert merged([]) == Reading()
+    assert merged([Reading(), Reading(sizes=sizes), Reading(losses)]) == Reading(losses, sizes=sizes)
     assert merged([Reading(slopes=slopes), Reading(), Reading(losses, held_out=True), Reading(losses + 1)]) == Reading(
         losses, slopes, held_out=True
     )

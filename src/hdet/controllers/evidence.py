@@ -9,6 +9,8 @@ import numpy as np
 from hdet.checks import FloatArray, number, require, shown
 from hdet.controllers.base import Decision, Evidence
 
+LARGEST_SLOPE = 1e70
+"""A larger one, or one with a larger error, is none: their squares have to stay finite."""
 OUTLIER = 3.0
 """A standard error of so many times the usual one is that of an outlier."""
 
@@ -17,7 +19,7 @@ class Smoothed(NamedTuple):
     """Slopes smoothed over rounds: sums of slopes and of their variances, and the weight that both have gathered.
 
     Attributes:
-        last: the round's slope as it counts: that of an outlier is damped.
+        last: the round's slope as it counts: that of an outlier is damped; NaN where there is none.
     """
 
     slope: FloatArray
@@ -27,7 +29,8 @@ class Smoothed(NamedTuple):
 
     def updated(self, slope: FloatArray, error: FloatArray, smoothing: float) -> Smoothed:
         """With one more round, where it has a slope."""
-        seen = np.isfinite(slope)
+        seen = (np.abs(slope) <= LARGEST_SLOPE) & ~(error > LARGEST_SLOPE)
+        slope, error = np.where(seen, slope, np.nan), np.where(seen, error, np.nan)
         keep = np.where(seen, smoothing, 1.0)
         gain = 1 - keep
         previous = self.slope / np.maximum(self.weight, 1e-300)
@@ -135,7 +138,7 @@ class EvidenceController:
             "z": tuple(z.tolist()),
         }
         # A round that shows nothing moves nothing, optimism or not.
-        factors = np.exp(np.where(np.isfinite(slope), move, 0.0))
+        factors = np.exp(np.where(np.isfinite(found.last), move, 0.0))
         return EvidenceState(found.slope, found.variance, found.weight), Decision(factors, info)
 
 

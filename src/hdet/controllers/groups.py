@@ -9,6 +9,7 @@ import numpy as np
 
 from hdet.checks import FloatArray
 from hdet.controllers.base import Controller, Decision, Evidence
+from hdet.controllers.evidence import LARGEST_SLOPE
 
 FADE = 0.9
 """Of the slopes, from one round to the next: a mean is over about the last twenty."""
@@ -19,7 +20,6 @@ GAIN, STEP = 0.3, 0.2
 PULL = 0.02
 """What a round without evidence takes off a group's distance from the level."""
 FURTHEST = math.log(30)
-LARGEST_SLOPE = 1e70
 
 
 class GroupState(NamedTuple):

@@ -117,7 +117,7 @@ class LevelController:
     def update(self, state: LevelState, evidence: Evidence) -> tuple[LevelState, Decision]:
         slope, error = evidence.slopes if evidence.slopes is not None else loss_slopes(evidence)
         smoothed = Smoothed(state.slope, state.variance, state.weight).updated(slope, error, SMOOTHING)
-        seen = np.isfinite(slope)
+        seen = np.isfinite(smoothed.last)
         state = state._replace(slope=smoothed.slope, variance=smoothed.variance, weight=smoothed.weight)
         state = _followed(state, smoothed.last, evidence.losses)
         z, trails = smoothed.z(SMOOTHING), [_look_back(state, k) for k in range(len(slope))]

@@ -14,7 +14,7 @@ from hdet.checks import FloatArray
 from hdet.controllers.base import Controller, Decision, Evidence, pack_state, unpack_state
 from hdet.policy.spread import fan_out
 
-NUM_ROUNDS = 6
+NUM_ROUNDS = 10
 TOLERANCE = 1e-6
 """Relative; sums in another order differ in the last digits, and a steep controller magnifies them."""
 
@@ -72,7 +72,9 @@ def _rounds(num_knobs: int, num_replicas: int) -> list[Evidence]:
     for index in range(NUM_ROUNDS):
         rho = fan_out(num_replicas, 0.1, seed=1, round_index=index, num_knobs=num_knobs)
         losses = 3 - 0.2 * index - 0.5 * (rho[0] - 1) + 0.02 * rng.normal(size=num_replicas)
-        found.append(Evidence(losses, rho))
+        seen = Evidence(losses, rho, elapsed=1 / (index + 1), progress=index / NUM_ROUNDS)
+        scales = 0.5 + np.arange(num_knobs)
+        found.append(seen._replace(start=(3.2, 0.02), update=0.004, scales=scales, level=0.5))
     return found
 
 
@@ -202,6 +204,7 @@ def _check_order_of_knobs(controller: Controller, rounds: list[Evidence]) -> Non
         e._replace(
             multipliers=e.multipliers[order],
             slopes=None if e.slopes is None else (e.slopes[0][order], e.slopes[1][order]),
+            scales=None if e.scales is None else e.scales[order],
         )
         for e in rounds
     ]
@@ -210,7 +213,10 @@ def _check_order_of_knobs(controller: Controller, rounds: list[Evidence]) -> Non
 
 
 def _check_constant(controller: Controller, rounds: list[Evidence]) -> None:
-    shifted = [e._replace(losses=e.losses + 4.0) for e in rounds]
+    shifted = [
+        e._replace(losses=e.losses + 4.0, start=None if e.start is None else (e.start[0] + 4.0, e.start[1]))
+        for e in rounds
+    ]
     rule = "adding a constant to all losses must change nothing, but"
     _require_alike(_walk(controller, rounds), _walk(controller, shifted), rule)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,9 +30,9 @@ def check_signal(make: MakeSignal) -> None:
     """Raise AssertionError with the first rule of the contract that a signal breaks.
 
     The rules: it moves neither weights nor gradients nor the optimizer's state; a reading holds float arrays of the
-    right shapes, losses or slopes; a round that shows nothing, and one that was forgotten, has no finite number in it;
-    sharing in the middle of a round does not change what the round shows; its state is plain, and a round continued
-    from it shows the same; a state that is not one of its own is refused and changes nothing.
+    right shapes, losses or slopes, or sizes; a round that shows nothing, and one that was forgotten, has no finite
+    number in it; sharing in the middle of a round does not change what the round shows; its state is plain, and a round
+    continued from it shows the same; a state that is not one of its own is refused and changes nothing.
 
     Args:
         make: returns a new signal for a small model and its optimizer, with two param groups of a learning rate each;
@@ -68,9 +68,11 @@ class _Training:
         self.step = 0
         self.signal = make(self.model, self.optimizer)
 
-    def train(self, num_steps: int = NUM_STEPS) -> None:
-        for _ in range(num_steps):
+    def train(self, num_steps: int = NUM_STEPS, *, ends: bool = True) -> None:
+        """``ends``: whether a round ends with the last of them."""
+        for i in range(num_steps):
             self.backward()
+            self.signal.ends_round = ends and i == num_steps - 1
             self.signal.before_step(self.optimizer)
             self.optimizer.step()
 
@@ -101,8 +103,9 @@ class _Training:
 
 
 def _numbers(reading: Reading) -> list[float]:
-    arrays = [*([reading.losses] if reading.losses is not None else []), *(reading.slopes or ())]
-    return [float(value) for array in arrays for value in array]
+    losses = () if reading.losses is None else reading.losses
+    rows: list[Iterable[float]] = [losses, *(reading.slopes or ()), reading.sizes or ()]
+    return [float(value) for row in rows for value in row]
 
 
 def _require(ok: object, message: str) -> None:
@@ -132,6 +135,7 @@ def _check_untouched(make: MakeSignal) -> None:
     training = _Training(make)
     training.train()
     training.backward()
+    training.signal.ends_round = True
     before = training.everything()
     training.signal.before_step(training.optimizer)
     _require(str(training.everything()) == str(before), "before_step must leave weights, gradients and state alone")
@@ -154,7 +158,7 @@ def _check_reading(make: MakeSignal) -> None:
 def _check_sharing(make: MakeSignal) -> None:
     whole, parted = _Training(make), _Training(make)
     whole.train()
-    parted.train(2)
+    parted.train(2, ends=False)
     parted.share()
     parted.train(NUM_STEPS - 2)
     first, second = whole.read(), parted.read()
@@ -172,7 +176,7 @@ def _check_forgetting(make: MakeSignal) -> None:
 
 def _check_saving(make: MakeSignal) -> None:
     training, again = _Training(make), _Training(make)
-    training.train(3)
+    training.train(3, ends=False)
     training.share()
     saved = training.signal.state_dict()
     _require(json.loads(json.dumps(saved)) == saved, f"a state must hold plain types, but got {saved!r}")
@@ -191,7 +195,7 @@ def _check_saving(make: MakeSignal) -> None:
 
 def _check_refusal(make: MakeSignal) -> None:
     training = _Training(make)
-    training.train(3)
+    training.train(3, ends=False)
     training.share()
     saved = training.signal.state_dict()
     for key in saved:

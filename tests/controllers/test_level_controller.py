@@ -1,0 +1,387 @@
+"""The level controller (Eq. 17): against a slow version, and what it does in runs whose losses and slopes are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+
+from hdet.controllers import Evidence, LevelController
+from hdet.controllers.base import pack_state, unpack_state
+from hdet.controllers.level import LOWEST, LOWEST_RISING, NUM_ROWS, LevelState
+from hdet.policy.level import Level, Sizes
+from hdet.policy.rollback import BrokenError, Rollback
+from hdet.policy.round import RoundPolicy
+from hdet.policy.steering import Steering
+from hdet.policy.verdict import Observed
+
+# -- a slow version -------------------------------------------------------------------------------------------------
+
+
+def clip(x: float, low: float = 0.0, high: float = 1.0) -> float:
+    return min(max(x, low), high)
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+class SlowKnob:
+    """One knob, from all of its rounds, kept one by one."""
+
+    def __init__(self, controller: LevelController) -> None:
+        self.controller = controller
+        self.rounds: list[tuple[float, float]] = []  # slope and variance, those of outliers damped
+        self.trail: list[tuple[float, float]] = []  # slope and loss
+
+    def smoothed(self, column: int) -> float:
+        known = self.rounds[-60:]  # older ones count for nothing
+        counts = [0.5 ** (len(known) - k) for k in range(len(known))]
+        return sum(c * row[column] for c, row in zip(counts, known, strict=True)) / sum(counts)
+
+    def move(self, slope: float, error: float, evidence: Evidence, scale: float) -> float:
+        losses = [loss for loss in evidence.losses.tolist() if math.isfinite(loss)]
+        if math.isnan(slope):
+            return 0.0
+        self._see(slope, error)
+        if losses:
+            self.trail.append((self.rounds[-1][0], mean(losses)))
+        b = self.smoothed(0)
+        error_of_b = math.sqrt(self.smoothed(1) / 3)
+        z = b / error_of_b if error_of_b > 0 else math.copysign(1e6, b) if b else 0.0
+        e = self._elasticity(b, losses, evidence)
+        q, cost, late, z_late, jump, enough = self._look_back()
+        first, last = self.controller.optimism
+        z0 = (first + last) / 2 if evidence.progress is None else first + (last - first) * min(evidence.progress, 1)
+        rise = self.controller.pace * evidence.elapsed * clip((z0 - z) / z0) * clip((q - 3) / 7)
+        asks = z < -2 and e < 0
+        if asks and (z < -4 or q >= 3):
+            rise += 2 * evidence.elapsed * math.log((1 + e / 2) / (1 + e))
+            if e < -0.8:
+                rise = max(rise, 0.3 * clip((-z - 4) / 6))
+        if evidence.update is not None and self.controller.max_update is not None and e >= -0.8:
+            rise *= clip((1 - evidence.update / self.controller.max_update) / 0.3)
+        rise *= 1 - clip((cost - 0.3) / 0.3)
+        moves = [0.0 if evidence.in_warmup or jump > 2 else min(rise, 0.3)]
+        above = scale > (0.03 if q < -3 else 0.3) * evidence.level
+        if enough and q < 1 and not asks and not evidence.in_warmup and above:
+            moves.append(-0.1 * min(1 - q, 1))
+        e_late = self._elasticity(late, losses, evidence)
+        for elasticity, sure in ((e, z > 4), (e_late, z_late > 2)):
+            if sure and elasticity > 0.25:
+                moves.append(-min(2 * evidence.elapsed * math.log((1 + elasticity) / (1 + elasticity / 2)), 0.2))
+        if cost > 2:
+            moves.append(-min(2 * evidence.elapsed * min(cost - 2, 1), 0.2))
+        return min(moves)
+
+    def _see(self, slope: float, error: float) -> None:
+        before = self.smoothed(0) if self.rounds else 0.0
+        variance = (slope - before if math.isnan(error) else error) ** 2
+        if self.rounds and not math.isnan(error) and 0 < (usual := 9 * self.smoothed(1)) < variance:
+            slope = before + (slope - before) * math.sqrt(usual / variance)
+            variance = usual
+        self.rounds.append((slope, variance))
+
+    @staticmethod
+    def _elasticity(slope: float, losses: list[float], evidence: Evidence) -> float:
+        if evidence.start is None or not losses:
+            return 0.0
+        first, noise = evidence.start
+        fall = first - mean(losses)
+        if slope < 0:
+            return max(slope / max(fall - 2 * noise, -slope), -0.98)
+        return min(slope / max(fall, noise), 10.0)
+
+    def _look_back(self) -> tuple[float, float, float, float, float, bool]:
+        stride = 1
+        while len(self.trail) // stride >= NUM_ROWS:
+            stride *= 2
+        blocks = [self.trail[k * stride : (k + 1) * stride] for k in range(len(self.trail) // stride)]
+        num = len(blocks)
+        if num < 8:
+            return 0.0, 0.0, 0.0, 0.0, 0.0, False
+        slopes, losses = ([mean([row[column] for row in block]) for block in blocks] for column in (0, 1))
+        half, late = losses[3 * num // 8 : num // 2], losses[3 * num // 4 :]
+        end = losses[num // 2 :]
+        bends = [(a - 2 * b + c) ** 2 / 6 for a, b, c in zip(end, end[1:], end[2:], strict=False)]
+        deviation = math.sqrt(mean(bends)) * (1 + 2 / len(bends))
+        noise = deviation * math.sqrt(1 / len(late) + 1 / len(half))
+        drop = mean(half) - mean(late)
+        gain = max(drop, noise) / math.log(2)
+        last = slopes[3 * num // 4 :]
+        b = mean(last)
+        error = math.sqrt(mean([(y - x) ** 2 for x, y in pairwise(last)]) / 2 / len(last))
+        cost = (b if b < 0 else max(b - 2 * error, 0.0)) / gain
+        return drop / noise, cost, b, b / error, (losses[-1] - losses[-2]) / (math.sqrt(2) * deviation), True
+
+
+def compare(
+    controller: LevelController, seed: int, num_rounds: int, num_knobs: int, *, bias: float, fall: float, noise: float,
+    known: bool,
+) -> LevelState:  # fmt: skip
+    """Rounds with outliers and gaps, of which both say the same; the last state."""
+    rng = np.random.default_rng(seed)
+    state, slow = controller.init(num_knobs), [SlowKnob(controller) for _ in range(num_knobs)]
+    for index in range(num_rounds):
+        slopes = 0.2 * (bias + rng.normal(size=num_knobs)) * (10.0 if rng.random() < 0.05 else 1.0)
+        errors = rng.uniform(0.02, 0.3, num_knobs) * (10.0 if rng.random() < 0.05 else 1.0)
+        losses = 2 - fall * math.log1p(index) / 5 + noise * rng.normal(size=2)
+        for numbers in (slopes, errors, losses):
+            numbers[rng.random(len(numbers)) < 0.05] = math.nan
+        scales = np.exp(rng.normal(-1, 1, num_knobs))
+        evidence = Evidence(
+            losses, np.ones((num_knobs, 2)), (slopes, errors), in_warmup=index < 3, elapsed=min(1 / (index + 1), 0.7),
+            start=(2.0, noise) if known else None, update=float(rng.uniform(0, 0.015)) if known else None, level=1.3,
+            progress=index / 200 if known else None, scales=scales,
+        )  # fmt: skip
+        state, decision = controller.update(state, evidence)
+        rows = zip(slow, slopes.tolist(), errors.tolist(), scales.tolist(), strict=True)
+        expected = [knob.move(slope, error, evidence, scale) for knob, slope, error, scale in rows]
+        assert_allclose(np.log(decision.factors), expected, rtol=1e-7, atol=1e-9)
+    return state
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 10**6), num_rounds=st.integers(1, 50), num_knobs=st.integers(1, 3), bias=st.floats(-3, 3),
+    fall=st.floats(-0.3, 1.5), noise=st.floats(1e-3, 0.3), known=st.booleans(),
+    controller=st.sampled_from([LevelController(), LevelController(pace=5.0, optimism=(1, 3), max_update=None)]),
+)  # fmt: skip
+def test_it_is_the_slow_version(
+    seed: int, num_rounds: int, num_knobs: int, bias: float, fall: float, noise: float, known: bool,
+    controller: LevelController,
+) -> None:  # fmt: skip
+    compare(controller, seed, num_rounds, num_knobs, bias=bias, fall=fall, noise=noise, known=known)
+
+
+@pytest.mark.parametrize("bias", [-0.5, 0.5])
+def test_a_long_run_is_the_slow_version_in_rows_of_several_rounds(bias: float) -> None:
+    state = compare(LevelController(), 0, 300, 1, bias=bias, fall=0.5, noise=0.1, known=True)
+    assert state.stride.tolist() == [4.0]
+
+
+def test_its_state_is_saved_and_checked() -> None:
+    controller = LevelController()
+    state = compare(controller, 1, 30, 2, bias=-1.0, fall=1.0, noise=0.1, known=True)
+    again = unpack_state(pack_state(state), controller.init(2))
+    controller.check_state(again)
+    assert pack_state(again) == pack_state(state)
+    forgotten = controller.forget(state)
+    assert not forgotten.weight.any()
+    assert forgotten.trail.tolist() == state.trail.tolist()  # what the run has gained stays known
+    for broken in ({"filled": np.full(2, NUM_ROWS)}, {"stride": np.zeros(2)}, {"filled": np.full(2, 0.5)}):
+        with pytest.raises(ValueError, match="filled must be below 128 and stride >= 1, whole numbers, but got"):
+            controller.check_state(state._replace(**broken))
+    with pytest.raises(ValueError, match="variance must be >= 0 and weight in"):
+        controller.check_state(state._replace(variance=np.full(2, -1.0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"pace": -1.0}, "pace must be a finite number >= 0, but got"),
+        ({"optimism": 1.0}, "optimism must be a pair of finite numbers > 0, but got"),
+        ({"optimism": (1.0, 0.0)}, "optimism must be a pair of finite numbers > 0, but got"),
+        ({"max_update": 0.0}, "max_update must be None or a finite number > 0, but got"),
+    ],
+)
+def test_other_settings_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LevelController(**options)
+
+
+# -- runs whose losses and slopes are given -------------------------------------------------------------------------
+
+T = 10
+
+
+class Run:
+    """Rounds of a run whose first level is found as it should be; ``loss`` and ``slope`` are those of a step.
+
+    Attributes:
+        scales: after each round, relative to the first level.
+        progress: q, as it was seen in each round.
+    """
+
+    def __init__(
+        self, loss: Callable[[int], float], slope: Callable[[int], float] = lambda step: 0.0, num_rounds: int = 100, *,
+        error: float = 0.05, noise: float = 0.05, seed: int = 0, unit: float = 10.0, **controller: Any,
+    ) -> None:  # fmt: skip
+        rng, total = np.random.default_rng(seed), T * num_rounds
+        steering = Steering(
+            num_knobs=1, num_replicas=1, spread=0.0, controller=LevelController(**controller), scale_bounds=(1e-9, 1e9)
+        )
+        policy = RoundPolicy(steering, interval=T, acting=(0, total), level=(level := Level(total)))
+        scales, self.progress = [], []
+        for step in range(1, total + 1):
+            if not level.done:
+                policy.follow(step - 1)
+            if not policy.is_due(step):
+                continue
+            rate = float(steering.effective[0])
+            seen = Observed(
+                step, np.array([loss(step) + noise * rng.normal() / math.sqrt(policy.num_steps(step))]),
+                np.ones(1, dtype=bool), rate=rate, sizes=Sizes(10.0, unit * rate, 1.0, 100.0),
+                slopes=(np.array([slope(step) + error * rng.normal()]), np.array([error])),
+            )  # fmt: skip
+            if "progress" in (looked := policy.end_round(seen).looked.lrs):
+                scales.append(steering.scales[0] / steering.level)
+                self.progress.append(looked["progress"][0])
+        self.scales = np.array(scales)
+
+    @property
+    def end(self) -> float:
+        return float(self.scales[-1])
+
+
+def test_noise_alone_never_raises_it() -> None:
+    """It comes to rest at the least that a standstill leaves; lower where chance looks like a loss that rises."""
+    runs = [Run(lambda step: 2.0, num_rounds=300, seed=seed, error=(0.005, 0.1)[seed % 2]) for seed in range(12)]
+    for run in runs:
+        assert run.scales.max() <= 1.03
+        assert run.end <= 1.0
+        assert run.scales.min() > LOWEST_RISING * math.exp(-0.2)
+    assert LOWEST * math.exp(-0.2) < np.median([run.end for run in runs]) < LOWEST * 1.1
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_loss_that_rises_lowers_it_far(noise: float) -> None:
+    run = Run(lambda step: 2 + 0.001 * step, noise=noise)
+    assert LOWEST_RISING * math.exp(-0.2) < run.end < 0.1
+
+
+def test_a_slow_phase_after_a_fast_one_does_not_cut_it() -> None:
+    """The slow one alone would take a run of ten times the length to show."""
+    run = Run(lambda step: 2 - 0.002 * min(step, 500) - 2e-5 * max(step - 500, 0), num_rounds=300, max_update=None)
+    assert (np.diff(np.log(run.scales)) > -0.05).all()
+    assert run.end >= 1.0
+
+
+def test_it_falls_for_no_other_reason_than_a_standstill_where_slopes_say_nothing() -> None:
+    falls = 0
+    for seed, speed in enumerate([0.0, 3e-5, 1e-4, 2e-4]):
+        run = Run(lambda step, speed=speed: 2 - speed * step, num_rounds=150, error=1e-9, seed=seed)  # type: ignore[misc]
+        fell = np.diff(np.log(run.scales), prepend=0.0) < 0
+        assert (np.array(run.progress)[fell] < 1).all()
+        falls += int(fell.sum())
+    assert falls > 10
+
+
+def test_a_loss_that_falls_along_a_line_raises_it_by_orders_of_magnitude() -> None:
+    """Slopes of -P: nothing limits the learning rate, whatever the size of an update."""
+    for unit in (10.0, 1000.0):
+        run = Run(lambda step: 2 - 1e-4 * step, lambda step: -1e-4 * step, error=1e-4, noise=1e-4, unit=unit)
+        assert run.end > 1e6
+        assert np.diff(np.log(run.scales)).max() <= 0.3 + 1e-9
+
+
+def test_steady_progress_raises_it_by_at_most_its_pace() -> None:
+    def steady(step: int) -> float:
+        return 2 - 0.3 * math.log(step)
+
+    for pace in (0.5, 2.0):
+        run = Run(steady, num_rounds=200, noise=0.01, pace=pace, max_update=None)
+        log_time = math.log(2000 / 120)  # since the warm-up
+        assert 0.3 * pace * log_time < math.log(run.end) < pace * log_time
+    assert Run(steady, num_rounds=200, noise=0.01, pace=0.0, max_update=None).end == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("max_update", [0.001, 0.0125, 0.05])
+def test_rises_end_where_updates_are_as_large_as_they_may_be(max_update: float) -> None:
+    """The first level is that of updates of 2/3 percent, here."""
+    run = Run(lambda step: 2 - 0.3 * math.log(step), num_rounds=200, noise=0.01, max_update=max_update)
+    assert run.scales.max() <= max(max_update / (0.02 / 3), 1.0) * 1.001
+
+
+def test_a_slope_against_it_lowers_it() -> None:
+    steady, against = (
+        Run(lambda step: 2 - 0.3 * math.log(step), lambda step, b=b: b, 200, noise=0.01)  # type: ignore[misc]
+        for b in (0.0, 2.0)
+    )
+    assert against.end < 0.1 < 1 < steady.end
+
+
+@pytest.mark.parametrize("noise", [0.0, 20.0])
+def test_the_brake_does_not_take_noise_for_a_cost(noise: float) -> None:
+    """The mean slope is the same; where rounds are far apart around it, nothing is known that speaks against a rise."""
+    controller = LevelController()
+    state = controller.init(1)
+    for i in range(24):
+        slopes = (np.array([1.0 + noise * (-1) ** i]), np.array([1.0 + noise]))
+        seen = Evidence(np.array([1.0 - 0.01 * i + 1e-4 * (-1) ** i]), np.ones((1, 1)), slopes, elapsed=0.1)
+        state, decision = controller.update(state, seen)
+    assert (decision.info["cost_over_gain"][0] > 2) == (noise == 0)
+    assert (decision.factors[0] < 1) == (noise == 0)
+    assert (decision.factors[0] > 1) == (noise > 0)
+
+
+def test_a_round_whose_loss_has_jumped_raises_nothing() -> None:
+    controller = LevelController()
+    rng, state = np.random.default_rng(0), controller.init(1)
+    for i in range(40):
+        jumps = i in (30, 35)
+        loss = 2 - 0.3 * math.log(i + 1) + 0.01 * rng.normal() + 0.2 * jumps
+        seen = Evidence(np.array([loss]), np.ones((1, 1)), (np.zeros(1), np.ones(1)), elapsed=0.05)
+        state, decision = controller.update(state, seen)
+        if i > 20:
+            assert (decision.factors[0] > 1) == (not jumps)
+
+
+@pytest.mark.parametrize("slope", [0.0, -1.0, 1.0])
+def test_without_losses_nothing_is_earned(slope: float) -> None:
+    assert Run(lambda step: math.nan, lambda step: slope, error=0.01).scales.max() == 1.0
+
+
+def test_without_slopes_nothing_moves() -> None:
+    run = Run(lambda step: 2 - 0.3 * math.log(step), lambda step: math.nan)
+    assert (run.scales == 1.0).all()
+
+
+# -- losses of any size ---------------------------------------------------------------------------------------------
+
+ANY = st.floats() | st.sampled_from(
+    [sign * size for sign in (1, -1) for size in (0.0, 5e-324, 1e-320, 1e-160, 1e-3, 2.0, 1e99, 1e101, 1e200, 1.7e308)]
+)
+
+
+@settings(max_examples=60)
+@given(
+    losses=st.lists(st.tuples(ANY, st.integers(1, 4)), min_size=1, max_size=10),
+    slopes=st.lists(ANY, min_size=1, max_size=4), errors=st.lists(ANY.map(abs), min_size=1, max_size=3),
+    level=st.booleans(),
+)  # fmt: skip
+def test_no_loss_does_harm(
+    losses: list[tuple[float, int]], slopes: list[float], errors: list[float], level: bool
+) -> None:
+    """Alone, repeated, and in sequences: nothing is raised but that rounds break, and every number stays finite."""
+    steering = Steering(num_knobs=1, num_replicas=1, spread=0.0, controller=LevelController(), scale_bounds=(1e-6, 1e6))
+    policy = RoundPolicy(
+        steering, interval=T, acting=(0, math.inf), rollback=(rollback := Rollback(3)), level=Level() if level else None
+    )
+    given_losses = [loss for loss, times in losses for _ in range(times)]
+    step = in_a_row = 0
+    for index, loss in enumerate(given_losses):
+        step += 1 if policy.searching else T - step % T
+        rate = float(steering.effective[0])
+        pair = (np.array([slopes[index % len(slopes)]]), np.array([errors[index % len(errors)]]))
+        seen = Observed(
+            step, np.array([loss]), np.ones(1, dtype=bool), rate=rate, slopes=pair,
+            sizes=Sizes(10.0, 10 * rate, 1.0, 100.0),
+        )  # fmt: skip
+        try:
+            verdict = policy.end_round(seen)
+        except BrokenError:
+            assert in_a_row >= rollback.budget.max_rollbacks
+            return
+        in_a_row = in_a_row + 1 if verdict.go_back else 0
+        policy.follow(step)
+        assert 0 < steering.scales[0] < math.inf
+        packed = pack_state(steering.state)
+        assert pack_state(unpack_state(packed, LevelController().init(1))) == packed
