@@ -1,4 +1,4 @@
-"""AutoLR: any schedule, times a scale that is learned on the way."""
+"""AutoLR: a learning rate that is found during the run, alone or times a schedule."""
 
 from __future__ import annotations
 
@@ -52,21 +52,20 @@ _ADVICE = (
 
 
 class AutoLR(RoundScheduler, LRScheduler):
-    r"""Wraps any LRScheduler and multiplies it by a learned scale.
+    r"""A learning rate that is found during the run: ``AutoLR(optimizer, total_steps=N)``, then ``step(loss)``.
 
-    At the end of every round the slope of the loss over the logarithm of the learning rate *since the anchor* is known,
-    with its standard error, and the scale rises where the slope supports it or progress has earned it, and falls where
-    the loss stands still or rises (Eq. 17; with ``signal="loss"`` Eq. 12). The first learning rate comes from the size
-    of the first updates (Eq. 16), in the warm-up. A round that breaks the model is undone and the scale halved.
+    The first learning rate follows from the size of the first updates (Eq. 16), and rises along a warm-up of 6% of the
+    run. After each round it rises where the slope of the loss over its logarithm supports that or progress has earned
+    it, and falls where the loss stands still or rises (Eq. 17), until it decays to zero over the last 30%.
 
-    Call ``step(loss)`` after ``optimizer.step()``, as with OneCycleAutoLR. The loss is what the guard watches, and with
-    ``signal="loss"`` what is learned from.
+    ``AutoLR(schedule)`` keeps the shape of any schedule and multiplies it by the learned scale; its peak is followed
+    where it is within a factor of 8 of the first level. ``AutoLR(optimizer)`` is a run of unknown length, which
+    :meth:`cooldown` ends. A round that breaks the model is undone and the scale halved.
 
-    AutoLR is the only one to step the schedule and to write learning rates: it goes around SequentialLR and
-    ChainedScheduler, never inside, and a learning rate that something else has changed is an error.
-
-    A param group that is added in mid-run starts with the learning rate it is given, or the first group's, and follows
-    the first group's schedule from there, in proportion.
+    Call ``step(loss)`` after every ``optimizer.step()``. Without losses the learning rate stays at its first level.
+    AutoLR alone steps the schedule and writes learning rates: it goes around SequentialLR and ChainedScheduler, never
+    inside, and a learning rate that something else has changed is an error. A param group that is added in mid-run
+    starts with the learning rate it is given, or the first group's, and follows the first group in proportion.
 
     Args:
         schedule: the optimizer, whose learning rates then only say how those of param groups compare: constant, with a
@@ -89,7 +88,7 @@ class AutoLR(RoundScheduler, LRScheduler):
         weight_decay: ``"learn"`` to find it on the way, from the same probes; a pair for bounds of its own. Default
             from 1e-4 to 10, with a first value of at least 0.1; with SGD from 1e-6 to 1, and at least 0.001. Param
             groups keep their ratios.
-        adapt: how the scale adapts: controller, spread, anchor, where it starts and when it may move.
+        adapt: how the scale adapts: level, controller, spread, anchor, and when it may move.
         copies: where copies of the weights live.
         faults: what is done about broken rounds and replicas.
         averaging: how replicas are averaged.
@@ -100,8 +99,8 @@ class AutoLR(RoundScheduler, LRScheduler):
         >>> import torch
         >>> from hdet import AutoLR
         >>> weights = torch.nn.Parameter(torch.ones(3))
-        >>> optimizer = torch.optim.SGD([weights], lr=0.1)
-        >>> scheduler = AutoLR(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100))
+        >>> optimizer = torch.optim.SGD([weights])
+        >>> scheduler = AutoLR(optimizer, total_steps=100)
         >>> loss = (weights ** 2).sum()
         >>> loss.backward()
         >>> optimizer.step(); scheduler.step(loss)
@@ -257,7 +256,7 @@ class AutoLR(RoundScheduler, LRScheduler):
     def cooldown(self, steps: int) -> None:
         """Anneal the learning rates to zero within ``steps`` steps, along a line, from wherever they are; then it ends.
 
-        For a run that nobody knew the length of. The scale holds still from here on, and training ends at step
+        For a run of unknown length. The scale holds still from here on, and training ends at step
         ``last_epoch + steps``. Called again on the way, it goes on from there. Every rank must call it.
         """
         require(whole(steps) >= 1, "steps", "an integer >= 1", steps)
