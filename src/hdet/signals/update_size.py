@@ -49,8 +49,8 @@ class UpdateSize(Signal):
                 columns = columns_of(p, self.stride)
                 self._before.append((p, columns, _kept(p, columns).clone()))
                 gradient = local_tensor(p.grad)
-                norm = gradient.coalesce().values() if gradient.is_sparse else gradient
-                self._gradients.append(torch.linalg.vector_norm(norm.float()).square() * self._weight(p, None))
+                entries = gradient.coalesce().values() if gradient.is_sparse else gradient
+                self._gradients.append(torch.linalg.vector_norm(_wide(entries)).square() * self._weight(p, None))
 
     def _measured(self, device: torch.device) -> Tensor:
         """Sums of this rank, after the step; NaN where it was not told of one."""

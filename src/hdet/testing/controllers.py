@@ -73,7 +73,7 @@ def _rounds(num_knobs: int, num_replicas: int) -> list[Evidence]:
         rho = fan_out(num_replicas, 0.1, seed=1, round_index=index, num_knobs=num_knobs)
         losses = 3 - 0.2 * index - 0.5 * (rho[0] - 1) + 0.02 * rng.normal(size=num_replicas)
         seen = Evidence(losses, rho, elapsed=1 / (index + 1), progress=index / NUM_ROUNDS)
-        scales = 0.5 + np.arange(num_knobs)
+        scales = np.arange(num_knobs, dtype=np.float64) + 0.5
         found.append(seen._replace(start=(3.2, 0.02), update=0.004, scales=scales, level=0.5))
     return found
 
