@@ -80,7 +80,8 @@ SCENARIOS = [
     _level("level, without a bound on updates", "momentum", (0.01,), seed=29, constant=True, max_update=None),
     _level("level, losses", "sgd", (1e-4,), seed=30, constant=True, signal="loss", controller="evidence"),
     _level("level controller from where it is", "sgd", (0.05,), seed=31, constant=True, level=False),
-    _level("level controller from far above", "adam", (0.7,), seed=32, constant=True, level=False),
+    _level("level controller from far above", "momentum", (0.1,), seed=33, constant=True, level=False, total_steps=150),
+    _level("level controller, its brake", "adam", (1.0,), seed=31, constant=True, level=False, total_steps=150),
 ]
 # Two replicas train all of them, more take longer on few cores: every optimizer and signal, with four a level.
 WITH_EIGHT = ("momentum", "gradient, sgd", "gradient, adam")

@@ -148,7 +148,7 @@ RESUMES: dict[str, tuple[dict[str, Any], int]] = {
     "gradient, a scale for each group": ({"groups": "each", "adam": False}, 8),
     "gradient, at the last full round": ({}, 20),
     "gradient, in mid-round": ({}, 10),
-    "gradient, in mid-round, no losses lost": ({"controller": None, "adam": False}, 11),
+    "gradient, in mid-round, no losses lost": ({"adam": False}, 11),
     "loss, before the first step": ({"signal": "loss"}, 0),
     "loss, at a round's end": ({"signal": "loss"}, 8),
     "loss, in mid-round": ({"signal": "loss"}, 10),

@@ -1,8 +1,8 @@
 """A noisy quadratic under a one-cycle schedule, started 100 times too low and 10 times too high.
 
 What is compared is the excess loss at the end, over 10 seeds: its median against that of the best fixed learning rate
-of a fine grid. FACTOR is how far above it AutoLR may end, from either start and with either signal; the fixed schedule
-from the same starts ends at least WORSE times above it, or nowhere.
+of a fine grid. FACTORS are how far above it AutoLR may end from either start, by signal; the fixed schedule from the
+same starts ends at least WORSE times above it, or nowhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hdet.lab.stacked.sweep import sweep
 from hdet.lab.tasks import Batch
 from hdet.lab.tasks.base import random_rows
 
-FACTOR, WORSE = 5.0, 30.0
+FACTORS, WORSE = {"gradient": 50.0, "loss": 5.0}, 200.0
 SEEDS = range(10)
 GRID = np.geomspace(0.1, 3.4, 16).tolist()  # a step is a factor of 1.26; momentum .9 is unstable beyond 3.8
 STARTS = {"100 times too low": 0.01, "10 times too high": 10.0}
@@ -123,4 +123,4 @@ def test_starts_far_off_end_near_the_best_fixed_learning_rate() -> None:
         print(f"  {name:30s} {ratio:10.3g}")
     assert ratios.pop("fixed, best, stacked") == pytest.approx(1, rel=1e-9)
     for name, ratio in ratios.items():
-        assert ratio > WORSE if name.startswith("fixed") else ratio < FACTOR, name
+        assert ratio > WORSE if name.startswith("fixed") else ratio < FACTORS[name.split(",")[0]], name
