@@ -101,7 +101,7 @@ def test_a_compiled_step_uses_the_weight_decay_that_was_learned(options: dict[st
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
     decays = [record.knobs["weight_decay"].base for record in compiled.scheduler.history]
     assert len(set(decays)) > 5
-    assert 0 < compiled.counter.frame_count <= 3  # a number that has changed is an input from then on, not a constant
+    assert 0 < compiled.counter.frame_count <= 4  # a number that has changed is an input from then on, not a constant
 
 
 def _resumes(folder: str) -> dict[str, Any]:
