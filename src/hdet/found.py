@@ -27,10 +27,10 @@ class Found:
         names: of the param groups.
         steps: optimizer steps of the run, in rising order.
         lrs: ``lrs[i][k]``, the learning rate of param group k after ``steps[i]``; NaN before it joined.
-        total_steps: of the run; None while nobody knows.
+        total_steps: of the run; None while it is unknown.
         weight_decays: where it was learned, the last weight decay of each param group; nothing otherwise.
-        worse_since: step at which held-out loss was lowest, where it has been above that beyond doubt at the end; None
-            where it has not, or there was no probe. Training could have ended there.
+        worse_since: step at which held-out loss was lowest, if at the end it is above that by more than two standard
+            errors; None otherwise, or without a probe. Training could have ended there.
 
     Example:
         >>> from hdet import Found
