@@ -34,14 +34,14 @@ def make_run(
     return task, AutoLR(made, total_steps=total_steps, weight_decay=given, **arguments)
 
 
-@pytest.mark.parametrize("optimizer", [AdamW, SGD])
-def test_a_model_that_overfits_gets_more(optimizer: type[Optimizer]) -> None:
+@pytest.mark.parametrize(("optimizer", "more"), [(AdamW, 3), (SGD, 1.3)])
+def test_a_model_that_overfits_gets_more(optimizer: type[Optimizer], more: float) -> None:
     task, scheduler = make_run(optimizer=optimizer)
     task.train(scheduler, 400)
     found = scheduler.found()
     values = [record.knobs["weight_decay"].base for record in scheduler.history]
     assert found.weight_decays == (scheduler.optimizer.param_groups[0]["weight_decay"],) == (values[-1],)
-    assert max(values) > 3 * values[0]
+    assert max(values) > more * values[0]
     assert "weight decay" in str(found)
     assert "weight_decay" in str(scheduler)
 
@@ -175,10 +175,10 @@ def test_found_keeps_both(tmp_path: Any) -> None:
 
 
 def test_a_run_that_overfits_is_told_when_to_stop() -> None:
-    task = Points()
+    task = Points(0)
     optimizer = AdamW(task.model.parameters(), lr=1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    held = Adapt(controller=Hold(), climb=False, first_scale=1.0, gated=False)
+    held = Adapt(controller=Hold(), level=False)
     scheduler = AutoLR(schedule, total_steps=800, interval=10, model=task.model, probe=task.probe, adapt=held)
     losses = []
     for _ in range(40):

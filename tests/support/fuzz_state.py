@@ -74,9 +74,9 @@ class Subject:
         if name == "AutoLR":
             options["interval"] = INTERVAL
             schedule: Any = OneCycleLR(optimizer, [0.02, 0.01], TOTAL)
-            if detail == "gradient":
+            if detail in ("gradient", "started"):
                 self.end = TOTAL
-                options |= {"gated": True, "groups": "each"}
+                options |= {"groups": "each", "level": detail == "gradient"}
             elif detail == "sequential":
                 parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, TOTAL, eta_min=1e-4)]
                 schedule = SequentialLR(optimizer, parts, [4])
@@ -85,7 +85,7 @@ class Subject:
                 options |= {"controller": _Custom(), "start_steps": 1}
             elif detail == "loss":
                 self.end = TOTAL
-                options |= {"signal": "loss", "first_scale": 0.5, "start_steps": 1}
+                options |= {"signal": "loss", "level": False, "start_steps": 1}
             return AutoLR(schedule, **grouped(**options))
         if name == "OneCycleAutoLR":
             self.end = TOTAL
@@ -139,7 +139,14 @@ class Subject:
 
 
 ALONE = (
-    *("AutoLR gradient", "AutoLR sequential", "AutoLR custom", "OneCycleAutoLR paper", "OneCycleAutoLR floor"),
+    *(
+        "AutoLR gradient",
+        "AutoLR started",
+        "AutoLR sequential",
+        "AutoLR custom",
+        "OneCycleAutoLR paper",
+        "OneCycleAutoLR floor",
+    ),
     *("OneCycleAutoLR knobs", "Explorer knobs", "Explorer nesterov"),
 )
 APART = (
@@ -329,10 +336,12 @@ def mutated(state: dict[str, Any], others: list[dict[str, Any]], dice: random.Ra
 
 
 def states_of(kinds: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Of each kind before its first step, in mid-round and at the end of a round."""
+    """Of each kind before its first step, in mid-round or before the first level is found, and at the end of a round."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [Subject(kind, steps).state() for kind in kinds for steps in (0, 4, 6)]
+        return [
+            Subject(kind, steps).state() for kind in kinds for steps in (0, 2 if kind == "AutoLR gradient" else 4, 6)
+        ]
 
 
 def fuzz(kinds: tuple[str, ...], donors: list[list[dict[str, Any]]], mutations: int, seed: int) -> dict[str, int]:
