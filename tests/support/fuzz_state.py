@@ -336,7 +336,7 @@ def mutated(state: dict[str, Any], others: list[dict[str, Any]], dice: random.Ra
 
 
 def states_of(kinds: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Of each kind before its first step, in mid-round or before the first level is found, and at the end of a round."""
+    """Of each kind before its first step, in mid-round or in the search of a level, and at the end of a round."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [
