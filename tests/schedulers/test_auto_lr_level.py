@@ -35,7 +35,7 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -185,7 +185,7 @@ def test_a_constructor_that_fails_leaves_learning_rates_as_they_were(
 ) -> None:
     model = net()
     lr: Any = torch.tensor(0.3, dtype=torch.float64) if tensor else 0.3
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 7.0, "initial_lr": 5.0}]
+    groups: Any = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 7.0, "initial_lr": 5.0}]
     optimizer = torch.optim.SGD(groups, lr=lr)
     with pytest.raises((ValueError, TypeError), match=text):
         AutoLR(optimizer, total_steps=100, **options)
@@ -301,7 +301,7 @@ def test_first_steps_that_show_nothing_only_take_time(how: str, kind: str) -> No
 def test_an_optimizer_that_changes_nothing_gets_what_was_given(schedule: Any, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(lr=0.25, schedule=schedule, total_steps=TOTAL_STEPS, start_steps=TOTAL_STEPS)
     for p in run.model.parameters():
-        p.register_hook(torch.zeros_like)
+        p.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
     with caplog.at_level(logging.INFO, logger="hdet"):
         run.advance(MAX_TRIES - 1)
         assert run.searching
@@ -485,8 +485,10 @@ def test_converging_in_the_first_steps_changes_nothing() -> None:
 def test_a_state_that_is_saved_in_the_middle_of_an_update_measures_nothing() -> None:
     """As by another thread, while the optimizer is at work."""
     plain, run = Run(), Run()
-    run.optimizer.register_step_pre_hook(lambda *_: run.scheduler.state_dict() and None)
+    states: list[Any] = []
+    run.optimizer.register_step_pre_hook(lambda *_: states.append(run.scheduler.state_dict()))
     assert run.advance(40) == plain.advance(40)
+    assert len(states) == 40
 
 
 def test_trained_weights_get_a_level_too() -> None:
