@@ -22,8 +22,14 @@ from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
 from hdet.policy.steering import Steering
 from hdet.policy.verdict import Observed, Verdict
 
+NO_LOSS = (
+    "no loss was given to step() so far: the learning rate stays near its first level, and broken rounds go unnoticed "
+    "unless weights are not finite. Write scheduler.step(loss); in a framework, use its callback in hdet.integrations"
+)
 LARGEST_LOSS = 1e100
 """A larger one is taken for infinite: its square would be."""
+FEW = 2.0
+"""What the noise of so few first losses is multiplied by where a mistake would be dear."""
 MAX_ELAPSED = 0.7
 """Of the logarithm of the time, in one round: the first ones would count for too much."""
 
@@ -111,7 +117,10 @@ class RoundPolicy:
         positions = tuple(steering.positions(r) for r in range(steering.num_replicas))
         looked, fallen = Looked(), False
         messages: tuple[str, ...] = ()
+        was_done = self.level is None or self.level.done
         events = self._find_level(seen)
+        if not was_done and self.level is not None and self.level.done and not self.first_losses:
+            messages = (NO_LOSS,)
         go_back = self._is_broken(seen, losses, healthy, searching=searching)
         if go_back:
             assert self.rollback is not None
@@ -190,7 +199,8 @@ class RoundPolicy:
             return
         self.first_losses.append(float(known.mean()))
         if len(self.first_losses) == NUM_FIRST and self.rollback is not None and self.level is not None:
-            self.rollback.expect(*self._first())
+            mean, noise = self._first()
+            self.rollback.expect(mean, FEW * noise)
 
     def _first(self) -> tuple[float, float]:
         """Mean and standard deviation of the first losses."""
@@ -247,7 +257,7 @@ class RoundPolicy:
         return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers))
 
     def follow(self, step: int) -> bool:
-        """After each step: the next one of a warm-up. Whether learning rates have to be written anew."""
+        """After each step: the next one of a warm-up. Whether learning rates have to be written."""
         if self.level is None:
             return False
         before, self.steering.warmup = self.steering.warmup, self.level.share(step)

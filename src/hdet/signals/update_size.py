@@ -34,14 +34,16 @@ class UpdateSize(Signal):
         self.num_ranks = num_ranks
         self.stride = stride
         self._before: list[tuple[Tensor, Columns | None, Tensor]] = []
-        self._gradients: list[Tensor] = []
+        self._gradients: Tensor | None = None
+        self._wants_gradient = True
         self._found: Sizes | None = None
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        self._before, self._gradients = [], []
+        self._before, self._gradients = [], None
         if not self.ends_round:
             return
+        gradients = []
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is None or not (p.is_floating_point() or p.is_complex()):
@@ -49,20 +51,24 @@ class UpdateSize(Signal):
                 columns = columns_of(p, self.stride)
                 self._before.append((p, columns, _kept(p, columns).clone()))
                 gradient = local_tensor(p.grad)
-                entries = gradient.coalesce().values() if gradient.is_sparse else gradient
-                self._gradients.append(torch.linalg.vector_norm(_wide(entries)).square() * self._weight(p, None))
+                gradients.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
+        if self._wants_gradient and gradients:
+            self._gradients = _squares(gradients)
 
     def _measured(self, device: torch.device) -> Tensor:
         """Sums of this rank, after the step; NaN where it was not told of one."""
-        rows = []
-        for (p, columns, before), gradient in zip(self._before, self._gradients, strict=True):
-            after, weight = _kept(p, columns), self._weight(p, columns)
-            norms = [torch.linalg.vector_norm(_wide(t)).square() * weight for t in (before, after - before)]
-            rows.append(torch.stack([*norms, gradient, norms[0].new_tensor(weight * before.numel())]))
-        self._before, self._gradients = [], []
-        if not rows:
+        taken, gradients = self._before, self._gradients
+        self._before, self._gradients = [], None
+        if not taken:
             return torch.full((4,), math.nan, dtype=torch.float64, device=device)
-        return torch.stack([row.to(device) for row in rows]).double().sum(0)
+        before = [copy for _, _, copy in taken]
+        moved = torch._foreach_sub([_kept(p, columns) for p, columns, _ in taken], before)
+        weights = [(self._weight(p, columns), self._weight(p, None), copy.numel()) for p, columns, copy in taken]
+        # One copy to the device for all numbers that the host knows.
+        kept, whole, sizes = torch.tensor(weights, dtype=torch.float64).T.to(device)
+        rows = [_squares(before).to(device) * kept, _squares(moved).to(device) * kept]
+        rows.append(torch.zeros_like(whole) if gradients is None else gradients.to(device) * whole)
+        return torch.stack([*rows, kept * sizes]).sum(1)
 
     def _weight(self, parameter: Tensor, columns: Columns | None) -> float:
         """What a sum of squares over this rank's part counts in that over all ranks."""
@@ -75,6 +81,7 @@ class UpdateSize(Signal):
         found = replicas.sum_(self._measured(replicas.device)).cpu().tolist()
         if not math.isnan(found[0]):
             weights, update, gradient, num = found
+            self._wants_gradient = not update > 0  # what it is for: to guess an update that was not seen yet
             self._found = Sizes(math.sqrt(weights), _root(update), _root(gradient), num)
 
     def drain(self) -> Reading:
@@ -91,8 +98,13 @@ def _kept(parameter: Tensor, columns: Columns | None) -> Tensor:
     return local if columns is None else columns.of(local)
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_complex() or tensor.dtype == torch.float64 else tensor.float()
+def _squares(tensors: list[Tensor]) -> Tensor:
+    """The sum of squares of each, without a kernel for each where they are alike."""
+    real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+    norms = torch._foreach_norm([t if t.dtype in (torch.float32, torch.float64) else t.float() for t in real])
+    kinds = {(norm.device, norm.dtype) for norm in norms}
+    found = norms if len(kinds) == 1 else [norm.to(norms[0].device, torch.float64) for norm in norms]
+    return torch.stack(list(found)).double().square()
 
 
 def _root(square: float) -> float:
