@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ def _kept(parameter: Tensor, columns: Columns | None) -> Tensor:
     return local if columns is None else columns.of(local)
 
 
-def _squares(tensors: list[Tensor]) -> Tensor:
+def _squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each, without a kernel for each where they are alike."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     norms = torch._foreach_norm([t if t.dtype in (torch.float32, torch.float64) else t.float() for t in real])
