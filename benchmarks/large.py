@@ -120,7 +120,7 @@ def main() -> None:
     defaults = {"steps": 1000, "layers": 12, "width": 768, "length": 1024, "batch": 8, "seed": 0}
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--auto", type=float, nargs="*", default=[1e-3], help="learning rates given to AutoLR: all are the same")
+    parser.add_argument("--auto", type=float, nargs="*", default=[1e-3], help="given to AutoLR: all are the same")
     parser.add_argument("--grid", nargs="*", default=list(GRID), help="schedule:lr")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--data", type=Path, default=Path("data"))

@@ -89,8 +89,8 @@ def _accelerate(folder: str, lr: float, schedule: Schedule) -> tuple[task.Model,
     plain = _optimizer(lr)(inner)
     made = schedule(plain)
     model, optimizer, loader = accelerator.prepare(inner, plain, _batches())
-    own = isinstance(made, AutoLR)
-    scheduler = HDETScheduler(accelerator, made, **({} if own else {"total_steps": STEPS}))
+    settings: dict[str, Any] = {} if isinstance(made, AutoLR) else {"total_steps": STEPS}
+    scheduler = HDETScheduler(accelerator, made, **settings)
     for batch in loader:
         loss = model(**batch)["loss"]
         accelerator.backward(loss)

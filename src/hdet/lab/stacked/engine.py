@@ -340,7 +340,8 @@ class _CapturedStep:
 
 def _size(vectors: Tensor) -> Tensor:
     """(R,): the norm of (R, N, parameters), as the root mean square over replicas."""
-    return torch.linalg.vector_norm(vectors, dim=(1, 2)) / vectors.shape[1] ** 0.5
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=(1, 2))
+    return norms / vectors.shape[1] ** 0.5
 
 
 def _copy_where(target: Tensor, source: Tensor, runs: Tensor | None) -> None:
