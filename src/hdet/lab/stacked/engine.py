@@ -7,6 +7,7 @@ the same spread and controller code that drives real processes.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -341,7 +342,7 @@ class _CapturedStep:
 def _size(vectors: Tensor) -> Tensor:
     """(R,): the norm of (R, N, parameters), as the root mean square over replicas."""
     norms: Tensor = torch.linalg.vector_norm(vectors, dim=(1, 2))
-    return norms / vectors.shape[1] ** 0.5
+    return norms / math.sqrt(vectors.shape[1])
 
 
 def _copy_where(target: Tensor, source: Tensor, runs: Tensor | None) -> None:
