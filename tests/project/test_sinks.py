@@ -79,7 +79,9 @@ def _train(num_steps: int, sink: Sink | None = None, scheduler: AutoLR | None = 
     if scheduler is None:
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([{"params": [weight], "name": "all"}], lr=0.01)
-        scheduler = AutoLR(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), interval=2, adapt=Adapt(level=False))
+        scheduler = AutoLR(
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), interval=2, adapt=Adapt(level=False)
+        )
     if sink is not None:
         scheduler.add_sink(sink)
     (weight,) = scheduler.optimizer.param_groups[0]["params"]

@@ -40,7 +40,7 @@ class Smoothed(NamedTuple):
         # A round in which training has almost broken has slopes of any size. It must not hide, by its standard error,
         # what the rounds after it show.
         usual = OUTLIER**2 * self.variance / np.maximum(self.weight, 1e-300)
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             is_outlier = np.isfinite(error) & (usual > 0) & (variance > usual)
             slope = np.where(is_outlier, previous + (slope - previous) * np.sqrt(usual / variance), slope)
         variance = np.where(is_outlier, usual, variance)
@@ -62,7 +62,7 @@ class Smoothed(NamedTuple):
 
     def z(self, smoothing: float) -> FloatArray:
         """The mean in standard errors."""
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return np.nan_to_num(self.mean / self.standard_error(smoothing), nan=0.0, posinf=1e6, neginf=-1e6)
 
     @staticmethod
