@@ -230,6 +230,7 @@ def test_it_continues_from_its_state_at_every_step_of_the_start(saved_at: int) -
     expected = train(whole, 1, 25)
     begun = train(policy, 1, saved_at)
     again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert [again.num_steps(step) for step in range(1, 26)] == [policy.num_steps(step) for step in range(1, 26)]
     assert repr(begun + train(again, saved_at + 1, 25)) == repr(expected)
     assert repr(again.state_dict()) == repr(whole.state_dict())
 
