@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -498,3 +499,38 @@ def test_trained_weights_get_a_level_too() -> None:
     again = Run("adam", model=run.model)
     again.advance(TOTAL_STEPS)
     assert again.loss().item() < 1.2 * trained
+
+
+@pytest.mark.parametrize("at", [2, 7])
+def test_a_schedule_that_was_loaded_first_is_continued_exactly(at: int) -> None:
+    def made(saved: Any = None) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=10.0)
+        schedule = CosineAnnealingLR(optimizer, 100)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            schedule.load_state_dict(saved[2])
+        scheduler = AutoLR(schedule, total_steps=100)
+        if saved is not None:
+            scheduler.load_state_dict(saved[3])
+        return model, optimizer, schedule, scheduler
+
+    def trained(run: tuple[Any, ...], until: int) -> list[float]:
+        model, optimizer, _, scheduler = run
+        rates = []
+        while scheduler.last_epoch < until:
+            x = torch.randn(16, 3, generator=torch.Generator().manual_seed(scheduler.last_epoch))
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step(loss)
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    first = made()
+    trained(first, at)
+    saved = copy.deepcopy([part.state_dict() for part in first])
+    assert trained(made(saved), 40) == trained(first, 40)

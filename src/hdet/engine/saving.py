@@ -10,6 +10,8 @@ from hdet.engine.curve import Curve
 from hdet.engine.rounds import RoundLoop
 from hdet.engine.state import read_round
 from hdet.signals.base import Signal
+from hdet.signals.update_size import UpdateSize
+from hdet.weights.columns import stride_of
 
 
 def save_rounds(loop: RoundLoop) -> dict[str, Any]:
@@ -51,6 +53,10 @@ def load_rounds(loop: RoundLoop, state: Mapping[str, Any], *, step: int) -> None
     worse = None if worse is None else whole_of(worse, "worse_since")
     lowest = numbers_of(state["lowest"], "lowest", 3).tolist() if state.get("lowest") else []
     loop.policy.load_state_dict(state)  # checks everything before it changes anything
+    if loop.policy.level is not None and not any(isinstance(signal, UpdateSize) for signal in loop.signals):
+        # Made around a schedule that had been loaded already, or without a level: the state has one.
+        num_ranks = loop.replicas.count * loop.replicas.num_parts
+        loop.signals += (UpdateSize(num_ranks=num_ranks, stride=stride_of(None, loop.optimizer)),)
     loop.knobs.restart(starts)
     loop.steering.set_bounds(loop.knobs.bounds())
     loop.reopen()
