@@ -124,7 +124,9 @@ ALONE: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
 def test_a_group_joins_at_its_own_learning_rate_and_follows_the_first(name: str) -> None:
     run = Run(ALONE[name])
     run.train(JOIN)
-    run.join(lr=run.optimizer.param_groups[0]["lr"] / 10)
+    # Before the first level is known, a learning rate compares with those that were given.
+    given = run.scheduler.schedule.get_last_lr()[0] if name == "level" else run.optimizer.param_groups[0]["lr"]
+    run.join(lr=given / 10)
     run.train(STEPS - JOIN)
     ratios = [rates[1] / rates[0] for rates in run.lrs[JOIN:]]
     if name == "apart scales":  # learned apart, from the same start
