@@ -97,12 +97,16 @@ class Update(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The level after some rounds. ``scale``: of the schedule, ``rises``: whether along a warm-up of its own."""
+    """The level after some rounds.
+
+    ``scale``: of the schedule; ``rises``: whether along a warm-up of its own; ``followed``: whether the schedule is.
+    """
 
     scale: float
     known: bool = False
     done: bool = False
     rises: bool = False
+    followed: bool = True
 
 
 def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Found:
@@ -130,7 +134,7 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     if not s.constant and 1 / 8 <= lr / peak <= 8:
         return Found(1.0, True, done)
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
-    return Found(lr / peak, True, done, not warms_up_itself)
+    return Found(lr / peak, True, done, not warms_up_itself, followed=False)
 
 
 def norm(parts: list[Array]) -> float:
@@ -355,7 +359,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                 updates.append(Update(num_done, rate, float(eta[0]), weights, change, norm(shared)))
                 level = find_level(scenario, updates, num_entries)
                 searching = not level.known or num_done < 4
-            told.in_warmup = not level.done or eta[0] > before * (1 + 1e-6) > 0
+            told.in_warmup = not level.done or (level.followed and eta[0] > before * (1 + 1e-6) > 0)
             if acting:
                 num_steps, start = num_done - begun, None
                 if len(first_losses) == 4:

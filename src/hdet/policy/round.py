@@ -190,8 +190,9 @@ class RoundPolicy:
 
     def _in_warmup(self, seen: Observed) -> bool:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
-        ours = self.level is not None and not self.level.done
-        return ours or seen.scheduled > self._scheduled * (1 + 1e-6) > 0
+        if self.level is not None and not self.level.follows_hint:
+            return not self.level.done  # a peak that is not followed has no warm-up that means anything
+        return seen.scheduled > self._scheduled * (1 + 1e-6) > 0 or (self.level is not None and not self.level.done)
 
     def _note_first(self, losses: FloatArray) -> None:
         known = losses[np.isfinite(losses)]
