@@ -70,7 +70,9 @@ def _train(mode: str, steps: int = STEPS) -> int:
         if scheduler is not None:
             scheduler.step(loss)
     dist.barrier()
-    return _bytes_since(before)
+    sent = _bytes_since(before)
+    dist.barrier()  # a rank that ends closes its connections, those of the others too
+    return sent
 
 
 def _all_modes() -> dict[str, int]:
@@ -103,7 +105,9 @@ def _small_talk() -> int:
     for _ in range(40):
         optimizer.step()
         scheduler.step(1.0)
-    return _bytes_since(before) // 40
+    sent = _bytes_since(before) // 40
+    dist.barrier()
+    return sent
 
 
 def test_the_end_of_a_round_sends_little_beside_the_weights() -> None:
