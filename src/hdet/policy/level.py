@@ -1,6 +1,6 @@
 """The first learning rate, from the size of the updates (Eq. 16). Numbers only.
 
-A step that changes the weights by about a hundredth of their size is a sensible first one for every optimizer and every
+A step that changes the weights by somewhat less than a hundredth of their size is a sensible first one for every optimizer and every
 size of model; the learning rate that does so follows from one measured update. So the first steps are taken at a
 negligible rate, which tells the size of an update per unit of learning rate, and the rate then rises along the warm-up.
 Every step trains, and none is taken back.
@@ -88,7 +88,7 @@ class Level:
         """Of an update, at the level."""
         self.peak, self.given, self.hint, self.warms_up = peak, given, hint, warms_up
         self.scale = _bounded(PROBE_LR / peak)
-        self.largest = self.last = self.lr = 0.0
+        self.largest = self.last = self.lr = self._weights = 0.0
         self.num_tries = 0
         self.found = self.gave_up = self.done = False
         self._probed = 0.0
@@ -164,8 +164,6 @@ class Level:
             self.largest = max(self.largest, self.last)
             self._weights = weights
 
-    _weights = 0.0
-
     def _say(self) -> str:
         if self.gave_up:
             return ""
@@ -184,7 +182,7 @@ class Level:
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self)) | {"_weights": self._weights}
+        return dict(vars(self))
 
     @staticmethod
     def check_state(state: Any) -> Mapping[str, Any] | None:
@@ -206,7 +204,7 @@ class Level:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that has been checked."""
-        for name in ("_weights", *vars(self)):
+        for name in vars(self):
             setattr(self, name, state[name])
 
 
