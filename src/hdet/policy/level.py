@@ -1,8 +1,9 @@
 """The first learning rate, from the size of the updates (Eq. 16). Numbers only.
 
-A step that changes the weights by somewhat less than a hundredth of their size is a sensible first one for every optimizer and every
-size of model; the learning rate that does so follows from one measured update. So the first steps are taken at a
-negligible rate, which tells the size of an update per unit of learning rate, and the rate then rises along the warm-up.
+A step that changes the weights by somewhat less than a hundredth of their size is a sensible first one for every
+optimizer and every size of model; the learning rate that does so follows from one measured update. So the first steps
+are taken at a negligible rate, which tells the size of an update per unit of learning rate, and the rate then rises
+along the warm-up.
 Every step trains, and none is taken back.
 """
 
