@@ -7,14 +7,14 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test browser lint types format bench soak matrix docs clean
 
-.venv/.demo: pyproject.toml
+.venv/.demo: pyproject.toml lab/pyproject.toml
 	@echo "Setting up .venv: torch and the packages of the demo, about a minute."
 	@$(PYTHON) -m venv .venv
-	@$(PIP) "$(TORCH)" -e ".[lab]"
+	@$(PIP) "$(TORCH)" -e . -e lab
 	@touch $@
 
 .venv/.ready: .venv/.demo
-	$(PIP) "$(TORCH)" -e ".[dev]"
+	$(PIP) "$(TORCH)" -e ".[dev]" -e "lab[dev]"
 	$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true # many processes import torch, and some may not write
 	touch $@
 
@@ -45,7 +45,7 @@ format: .venv/.ready
 	$(BIN)/ruff format .
 
 bench: .venv/.ready
-	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python lab/benchmarks/overhead.py
 
 # The long versions of what `make test` has in short: four minutes on two cores.
 soak: .venv/.ready

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import Adapt, AutoLR, RoundRecord, cli
-from hdet.lab.runs import folder as run_folder
+from hdet import Adapt, AutoLR, RoundRecord
 from hdet.launch import launch
 from hdet.sinks import JsonLinesSink, TensorBoardSink
+from hdet_lab import cli
+from hdet_lab.runs import folder as run_folder
 
 NUM_ROUNDS = 12
 

@@ -32,7 +32,7 @@ def _blocks(page: str, language: str = "python") -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and _blocks(page)])
 def test_the_python_blocks_run_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # blocks may read the records
+    (tmp_path / "lab").symlink_to(ROOT / "lab")  # blocks may read the records
     names: dict[str, Any] = {"__name__": page}
     level, handlers = LOGGER.level, list(LOGGER.handlers)
     with warnings.catch_warnings():
@@ -129,6 +129,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     api = (tmp_path / "api" / "index.html").read_text()
-    for name in ("step", "found", "cooldown", "converged", "observe", "report", "add_sink"):  # some are inherited
+    for name in ("step", "found", "cooldown", "converged", "observe", "plot", "add_sink"):  # some are inherited
         assert f'id="hdet.AutoLR.{name}"' in api
     assert re.findall(r":(?:meth|class|mod|attr|func|data|math|obj):|\.\. math|&gt;&gt;&gt; .*</p>", api) == []

@@ -17,14 +17,9 @@ SOURCE = Path(hdet.__file__).parent
 
 # The rooms, from the edges to the core: a room may import from those below it, and from itself.
 ROOMS = (
-    {"__main__"},
-    {"cli"},
-    {"lab"},
-    {"cluster"},
-    {"command_line"},
     {"integrations", "__init__"},
     {"schedulers"},
-    {"reports"},
+    {"plot"},
     {"engine"},
     {"warm_start", "sinks", "testing", "found"},
     {"knobs"},
@@ -35,7 +30,7 @@ ROOMS = (
     {"history"},
     {"policy"},
     {"controllers"},
-    {"launch", "notices", "frozen", "files"},
+    {"launch", "notices", "frozen"},
     {"checks"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
@@ -79,7 +74,7 @@ def test_imports_go_one_way(name: str) -> None:
     assert room in LEVEL, f"{room} needs a place among the rooms"
     upwards = {own for own in _own_imports(MODULES[name]) if _room(own) != room and LEVEL[_room(own)] <= LEVEL[room]}
     assert not upwards, f"{name} must not import {sorted(upwards)}"
-    inside = room in ("lab", "cli", "__main__", "cluster", "integrations", "__init__")
+    inside = room in ("integrations", "__init__")
     assert inside or "hdet" not in _imports(MODULES[name]), f"{name} must not import the package that imports it"
 
 
@@ -134,7 +129,8 @@ optional = {"rich", "tyro", "tensorboard", "matplotlib", "jinja2", "hypothesis",
 optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate", "wandb", "mlflow"}
 optional |= {"ray", "torchft"}
 assert not optional & set(sys.modules), f"loaded {sorted(optional & set(sys.modules))}"
-assert not {name for name in sys.modules if name.startswith(("hdet.lab", "hdet.integrations", "hdet.sinks"))}
+later = ("hdet_lab", "hdet.integrations", "hdet.plot", "hdet.sinks")
+assert not {name for name in sys.modules if name.startswith(later)}
 tensor = "torch.distributed.tensor"  # slow to load, and of no use where no parameter lies on a mesh
 assert tensor in modules or tensor not in sys.modules, f"loaded {tensor}"
 """
@@ -147,6 +143,14 @@ def test_importing_is_quiet_and_light() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert done.stderr == ""
+
+
+def test_the_package_knows_nothing_of_the_lab() -> None:
+    """What a training job installs: torch and numpy are all that it needs, and no file imports the lab."""
+    project = (SOURCE.parents[1] / "pyproject.toml").read_text()
+    assert re.search(r'^dependencies = \["torch>=[\d.]+", "numpy>=[\d.]+"\]$', project, re.MULTILINE)
+    assert "hdet-lab" not in project
+    assert [name for name, path in MODULES.items() if re.search(r"hdet[-_.]lab\b", path.read_text())] == []
 
 
 def test_the_package_is_marked_as_typed() -> None:

@@ -67,14 +67,6 @@ def test_the_diff_of_the_papers_method_runs_on_two_processes(without: str, num_r
     assert launch(_train_replica, 2, _lines_of_diff(1, without), timeout_s=60) == [num_rounds] * 2
 
 
-def test_the_table_is_that_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    first_screen = importlib.import_module("first_screen")
-    rivals = first_screen.rivals(first_screen.load(first_screen.BENCH))
-    again = "README.md is out of date: python benchmarks/first_screen.py"
-    assert first_screen.filled(README, "rivals", rivals) == README, again
-
-
 def test_every_page_is_linked() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     assert pages == set(re.findall(r"\]\(docs/(\w+\.md)\)", README.partition("## Documentation")[2]))

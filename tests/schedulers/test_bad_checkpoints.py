@@ -18,12 +18,13 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import hdet
-from hdet import AutoLR, Averaging, Explorer, OneCycleAutoLR, cli, knobs
-from hdet.command_line import UsageError
-from hdet.lab.commands.train import _check_checkpoint, prepare
-from hdet.lab.recipes import make_torch_optimizer
-from hdet.lab.runs import folder as run_folder
-from hdet.lab.runs.settings import Settings, from_dict, make_scheduler, open_task
+from hdet import AutoLR, Averaging, Explorer, OneCycleAutoLR, knobs
+from hdet_lab import cli
+from hdet_lab.command_line import UsageError
+from hdet_lab.commands.train import _check_checkpoint, prepare
+from hdet_lab.recipes import make_torch_optimizer
+from hdet_lab.runs import folder as run_folder
+from hdet_lab.runs.settings import Settings, from_dict, make_scheduler, open_task
 
 KINDS = ("AutoLR", "OneCycleAutoLR", "Explorer")
 

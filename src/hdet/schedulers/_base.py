@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -91,19 +89,10 @@ class RoundScheduler:
         """One record per finished round, the newest last; the last 1000 are kept."""
         return self._rounds.history
 
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write one HTML page about the rounds in :attr:`history`, and return its path. Only rank 0 writes.
-
-        Needs ``pip install 'hdet[report]'``.
-        """
-        from hdet.reports.views import write_page  # its packages are optional
-
-        return write_page(self, path)
-
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the learning rate (logarithmic) and the loss (on a twin of the axes) over steps.
 
-        Needs ``pip install 'hdet[report]'``.
+        Needs ``pip install 'hdet[plot]'``.
 
         Args:
             ax: axes of matplotlib to draw into; default those of a new figure.
@@ -111,15 +100,16 @@ class RoundScheduler:
         Returns:
             The axes of the learning rate.
         """
-        from hdet.reports.views import draw_plot
+        from hdet.plot import curves_of, draw, require_rounds
 
-        return draw_plot(self, ax)
+        require_rounds(self, "plot")
+        return draw(curves_of(self), ax)
 
     def _repr_html_(self) -> str:
         """The curves, for a notebook."""
-        from hdet.reports.views import as_html
+        from hdet.plot import curves_of, sketch
 
-        return as_html(self)
+        return sketch(curves_of(self))
 
     @property
     def finished(self) -> bool:

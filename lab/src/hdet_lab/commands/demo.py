@@ -1,0 +1,103 @@
+"""``hdet demo``: a small GPT learns the source of Python's standard library, from a hundred-millionth and from one.
+
+First a schedule at a good learning rate, as somebody has found it by hand; then AutoLR with nothing set, from one far
+too low and from one far too high. Two replicas, under three minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hdet_lab.command_line import parse
+from hdet_lab.commands.train import Job, prepare, run
+from hdet_lab.runs.progress import RunBar
+from hdet_lab.runs.settings import SMALL, Settings
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Train a small GPT: OneCycleLR at a good learning rate, then AutoLR with nothing set."""
+
+    replicas: int = 2
+    """Processes, each a replica."""
+    steps: int = 500
+    """Optimizer steps of each run."""
+    lr: float = 3e-3
+    """A good learning rate, for OneCycleLR."""
+    out: Path | None = None
+    """New folder for the runs and their report; default runs/demo-TIME."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command; returns the exit status."""
+    options = parse(DemoOptions, "demo", arguments)
+    console = Console()
+    out = options.out or Path("runs") / f"demo-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    console.print(
+        f"{options.replicas} replicas train a GPT on the source of Python's standard library, {options.steps} steps: "
+        f"OneCycleLR at {options.lr:g}, a good learning rate, then AutoLR with nothing set."
+    )
+    steps = options.steps
+    runs = {
+        f"OneCycleLR at {options.lr:g}": Settings(SMALL, method="fixed", lr=options.lr, steps=steps),
+        "AutoLR": Settings(SMALL, method="gradient", schedule="none", steps=steps),
+    }
+    ends: dict[str, dict[str, Any]] = {}
+    jobs: dict[str, Job] = {}
+    for name, settings in runs.items():
+        jobs[name] = prepare(settings, options.replicas, folder=out / name.lower().replace(" ", "-"))
+        with RunBar(console, name, options.steps) as bar:
+            ends[name] = run(jobs[name], bar)
+        if ends[name]["status"] == "stopped":
+            return 130
+    console.print(_table(ends))
+    # Its packages draw: not before there is something to draw.
+    from hdet_lab.commands.report import write_report
+
+    report = write_report([job.folder for job in jobs.values()], out / "report")
+    console.print(_sentence(ends), soft_wrap=True, markup=False, highlight=False)
+    opened = can_open(console.is_terminal) and webbrowser.open(report.resolve().as_uri())
+    where = f"{'Opened in your browser' if opened else 'To be opened in a browser'}: {report}"
+    console.print(where, soft_wrap=True, markup=False)
+    return 0 if all(end["status"] == "done" for end in ends.values()) else 1
+
+
+def can_open(interactive: bool) -> bool:
+    """Whether somebody sits in front of a screen: not in a pipe, under CI or at the far end of ssh."""
+    if not interactive or any(os.environ.get(name) for name in ("CI", "SSH_CONNECTION", "SSH_TTY")):
+        return False
+    return sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
+
+
+def _loss(end: dict[str, Any]) -> float:
+    return float(end["validation"].get("loss", math.nan))
+
+
+def _sentence(ends: dict[str, dict[str, Any]]) -> str:
+    """What a stranger should take home."""
+    (plain, by_hand), (_, found) = ((name, _loss(end)) for name, end in ends.items())
+    return (
+        f"Nobody told AutoLR a learning rate: against {plain}, its loss is {found / by_hand - 1:+.1%}. "
+        "In your own loop: scheduler = AutoLR(optimizer, total_steps=N), and scheduler.step(loss)."
+    )
+
+
+def _table(ends: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title="At the end")
+    for column in ("run", "validation loss", "seconds"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for name, end in ends.items():
+        loss = _loss(end)
+        table.add_row(name, f"{loss:.4f}" if math.isfinite(loss) else "broke", f"{end['time_s']:.0f}")
+    return table

@@ -1,0 +1,101 @@
+"""Tasks to train: a model, deterministic batches and a fixed validation set, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hdet_lab.tasks.base import Batch, Task, batch_of, split_rows
+from hdet_lab.tasks.code import code_gpt
+from hdet_lab.tasks.diffusion import FashionDiffusionTask
+from hdet_lab.tasks.fashion import FashionTask, fashion_batch_8, fashion_batch_1024
+from hdet_lab.tasks.fashion_vit import FashionViTTask
+from hdet_lab.tasks.fashion_wide import FashionWideTask
+from hdet_lab.tasks.feed import FeedTask
+from hdet_lab.tasks.finetune import (
+    FineTuneTask,
+    finetune_gpt,
+    finetune_gpt_10m,
+    finetune_lora,
+    finetune_lora_10m,
+)
+from hdet_lab.tasks.quadratic import QuadraticTask
+from hdet_lab.tasks.recurrent import LSTMTask, shakespeare_lstm
+from hdet_lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
+from hdet_lab.tasks.text import TextTask, shakespeare_gpt, shakespeare_gpt_10m, stdlib_gpt
+from hdet_lab.tasks.words import word_gpt
+
+__all__ = [
+    "TASKS",
+    "Batch",
+    "FashionDiffusionTask",
+    "FashionTask",
+    "FashionViTTask",
+    "FashionWideTask",
+    "FeedTask",
+    "FineTuneTask",
+    "LSTMTask",
+    "QuadraticTask",
+    "TabularTask",
+    "Task",
+    "TextTask",
+    "batch_of",
+    "code_gpt",
+    "fashion_batch_8",
+    "fashion_batch_1024",
+    "finetune_gpt",
+    "finetune_gpt_10m",
+    "finetune_lora",
+    "finetune_lora_10m",
+    "linear_raw",
+    "load_task",
+    "shakespeare_gpt",
+    "shakespeare_gpt_10m",
+    "shakespeare_lstm",
+    "split_rows",
+    "stdlib_gpt",
+    "tabular_classes",
+    "tabular_regression",
+    "tabular_regression_raw",
+    "word_gpt",
+]
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "stdlib-gpt": lambda data, **options: stdlib_gpt(**options),
+    "code-gpt": code_gpt,
+    "shakespeare-gpt": shakespeare_gpt,
+    "shakespeare-gpt-10m": shakespeare_gpt_10m,
+    "word-gpt": word_gpt,
+    "lstm": shakespeare_lstm,
+    "finetune-gpt": finetune_gpt,
+    "finetune-lora": finetune_lora,
+    "finetune-gpt-10m": finetune_gpt_10m,
+    "finetune-lora-10m": finetune_lora_10m,
+    "feed": FeedTask,
+    "fashion": FashionTask,
+    "fashion-batch-8": fashion_batch_8,
+    "fashion-batch-1024": fashion_batch_1024,
+    "fashion-vit": FashionViTTask,
+    "fashion-wide": FashionWideTask,
+    "fashion-diffusion": FashionDiffusionTask,
+    "tabular": tabular_classes,
+    "tabular-regression": tabular_regression,
+    "tabular-regression-raw": tabular_regression_raw,
+    "linear-raw": linear_raw,
+    "quadratic": lambda data, **options: QuadraticTask(**options),
+}
+"""Name to what makes the task from the data folder and options. A new task is a new entry."""
+
+
+def load_task(name: str, data: str | Path = "data", **options: Any) -> Task:
+    """The task called ``name``.
+
+    Args:
+        name: one of :data:`TASKS`.
+        data: folder that holds ``tinyshakespeare/``, ``kuairand-pure/``, ``fashion-mnist/`` and ``tabular/``.
+        **options: of the task; default its own sizes.
+    """
+    if name not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, but got {name!r}")
+    return TASKS[name](data, **options)

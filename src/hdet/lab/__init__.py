@@ -1,1 +1,0 @@
-"""The lab: tasks and engines to try HDET with. It imports hdet; hdet never imports it."""
