@@ -78,7 +78,7 @@ def test_the_program_is_installed() -> None:
     [
         (["nope"], r"hdet: command must be one of train, .*, compare, bench, doctor, demo, but got 'nope'"),
         (["train"], r"TASK .*\(required\); see hdet train --help"),
-        (["train", "nope"], r"TASK must be one of .*stdlib-gpt.*small-gpt, but got 'nope'"),
+        (["train", "nope"], r"TASK must be one of .*stdlib-gpt.*small-gpt, or MODULE:CLASS, but got 'nope'"),
         (["train", "small-gpt", "--lr", "fast"], r"--lr: could not convert string to float: 'fast'; see"),
         (["train", "small-gpt", "--lr", "-1"], r"--lr must be a finite number > 0, but got -1.0"),
         (["train", "small-gpt", "--spread", "1"], r"--spread must be in \(0, 1\), but got 1.0"),

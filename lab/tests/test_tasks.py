@@ -286,7 +286,7 @@ def test_load_task(tmp_path: Path) -> None:
     assert (large.context, large.sizes) == (8, {"num_layers": 6, "width": 384, "num_heads": 6})
     with pytest.raises(FileNotFoundError, match=r"log\.npz is missing; the data are KuaiRand-Pure"):
         load_task("feed", tmp_path)
-    with pytest.raises(ValueError, match=f"task must be one of {', '.join(TASKS)}, but got 'mnist'"):
+    with pytest.raises(ValueError, match=f"task must be one of {', '.join(TASKS)}, or MODULE:CLASS, but got 'mnist'"):
         load_task("mnist")
 
 

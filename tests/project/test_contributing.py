@@ -20,7 +20,7 @@ SECTIONS = {
 
 def test_there_is_an_example_of_each_kind() -> None:
     assert list(SECTIONS) == ["Add a controller", "Add a knob", "Add a signal", "Add an adapter"]
-    assert "docs/lab.md#add-a-task" in PAGE
+    assert "docs/lab.md#a-task-of-your-own" in PAGE
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -23,7 +23,7 @@ from hdet_lab.reports.drawing import Chart, write_pngs
 from hdet_lab.reports.page import Table, facts_table, page
 from hdet_lab.runs import provenance
 from hdet_lab.runs.folder import make_folder, plain
-from hdet_lab.runs.settings import RunOptions, open_task
+from hdet_lab.runs.settings import RunOptions, folder_name, open_task
 from hdet_lab.stacked.run import Run
 
 RESULTS, PAGE = "results.json", "report.html"
@@ -36,7 +36,7 @@ class LabOptions(RunOptions):
     """Options of an experiment with many runs on one device."""
 
     task: Annotated[str, Positional, arg(metavar="TASK")]
-    """What to train: stdlib-gpt, small-gpt, quadratic, or one with data of its own."""
+    """What to train: stdlib-gpt, small-gpt, quadratic, one with data of its own, or your own class, MODULE:CLASS."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of weights, data order and permutations; everything runs once for each."""
     optimizer: OptimizerName = "adam"
@@ -130,7 +130,7 @@ class Experiment:
             "batch_rows": task.batch_rows,
             "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
-        self.out = options.out or Path("runs") / f"{command}-{options.task}-{now:%Y%m%d-%H%M%S}"
+        self.out = options.out or Path("runs") / f"{command}-{folder_name(options.task)}-{now:%Y%m%d-%H%M%S}"
         make_folder(self.out)
 
     def make_run(self, lr: float, seed: int, method: SweepMethod, **changes: Any) -> Run:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from hdet_lab.tasks import (
-    TASKS,
     FashionDiffusionTask,
     FashionTask,
     FashionViTTask,
@@ -170,11 +169,8 @@ def small_tabular(folder: Path, make: Callable[..., Task], widths: tuple[int, ..
 @cache
 def example_of_the_docs() -> dict[str, Any]:
     (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
-    before = dict(TASKS)
+    names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(block, DOCS.name, "exec"), names)
-    TASKS.clear()
-    TASKS.update(before)
     return names
 
 

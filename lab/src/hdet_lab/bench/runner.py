@@ -28,6 +28,7 @@ from hdet_lab.command_line import UsageError
 from hdet_lab.runs import provenance
 from hdet_lab.runs.folder import plain
 from hdet_lab.runs.settings import open_task
+from hdet_lab.targets import is_target
 from hdet_lab.tasks import TASKS
 from hdet_lab.tasks.base import Task
 
@@ -170,7 +171,7 @@ class Runner:
     def _task(self, entry: Entry) -> tuple[Task, dict[str, Any]]:
         name = entry.task_name
         if name not in self._open:
-            if name not in TASKS:
+            if name not in TASKS and not is_target(name):
                 raise UsageError(f"there is no task {name}")
             with alone(self.out / "opening.claim"):  # some tasks fetch or make data, which two must not do at once
                 task = open_task(name, self.data)

@@ -87,6 +87,12 @@ ENTRIES = (
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")
 
+
+def own_entry(target: str) -> Entry:
+    """A task of the user's own, ``package.module:Class``."""
+    return Entry(target.replace(":", "-"), "extra", task=target)
+
+
 MethodName = Literal[
     "grid", "autolr", "adamw-grid", "adamw", "prodigy", "schedule-free", "schedule-free-grid", "d-adaptation",
     "finder", "halving", "nadamw-grid", "nadamw", "mechanic", "dog", "schedule-free-autolr", "population",

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from hdet.replicas.parameters import trained_parameters
 from hdet.replicas.sharding import sharding
+from hdet_lab.targets import load_target
 
 
 class Subject(NamedTuple):
@@ -57,10 +55,7 @@ def stand_in(num_parameters: int, num_tensors: int, device: str) -> Subject:
 
 def load(target: str) -> Subject:
     """Call ``package.module:function``, which returns a model, or (model, optimizer), or (model, optimizer, step)."""
-    module, _, name = target.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, and an installed program has not
-    made = getattr(importlib.import_module(module), name)()
+    made = load_target(target)()
     parts = made if isinstance(made, tuple) else (made,)
     kinds: tuple[Callable[[object], bool], ...] = (
         lambda part: isinstance(part, nn.Module), lambda part: isinstance(part, Optimizer), callable

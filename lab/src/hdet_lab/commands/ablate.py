@@ -28,7 +28,7 @@ from hdet_lab.recipes import SweepMethod, low_and_high
 from hdet_lab.reports.drawing import draw, line
 from hdet_lab.reports.page import Table, number
 from hdet_lab.runs.progress import RunBar
-from hdet_lab.runs.settings import check_rows
+from hdet_lab.runs.settings import check_rows, task_first
 from hdet_lab.stacked.run import Result, Run
 from hdet_lab.stacked.sweep import sweep
 from hdet_lab.tasks.base import Task
@@ -131,7 +131,7 @@ def find_divergence(losses: Sequence[float]) -> Divergence | None:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit status."""
-    options = parse(AblateOptions, "ablate", arguments)
+    options = parse(AblateOptions, "ablate", task_first(arguments))
     experiment = Experiment("ablate", options)
     console = make_console()
     low, high = options.lrs()

@@ -19,9 +19,10 @@ from rich.console import Console
 from hdet.checks import printable
 from hdet.launch import server
 from hdet_lab.bench.runner import FAILED, Runner
-from hdet_lab.bench.suite import BY_NAME, DEFAULT_ENTRIES, METHODS, Entry, MethodName, jobs
+from hdet_lab.bench.suite import BY_NAME, DEFAULT_ENTRIES, METHODS, Entry, MethodName, jobs, own_entry
 from hdet_lab.command_line import Options, UsageError, parse
 from hdet_lab.runs.progress import RunBar
+from hdet_lab.targets import is_target
 
 POLL_S = 1.0
 MIN_STEPS = 60
@@ -33,7 +34,7 @@ class BenchOptions(Options):
     """Run the benchmark, or what is missing of it, and make the pages."""
 
     tasks: tuple[str, ...] = ()
-    """Entries of the suite, by name; default all of the halves named."""
+    """Entries of the suite, by name, or your own classes, MODULE:CLASS; default all of the halves named."""
     methods: tuple[MethodName, ...] = METHODS  # type: ignore[assignment]
     """What to run on each."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
@@ -66,14 +67,14 @@ class BenchOptions(Options):
         self.require("methods", "one or more", bool(self.methods))
         self.require("device", "cpu or cuda", self.device in ("cpu", "cuda"))
         for name in self.tasks:
-            if name not in BY_NAME:
-                raise UsageError(f"--tasks must be among {', '.join(BY_NAME)}, but got {name!r}")
+            if name not in BY_NAME and not is_target(name):
+                raise UsageError(f"--tasks must be among {', '.join(BY_NAME)}, or MODULE:CLASS, but got {name!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda needs a GPU that torch can use, but there is none; use --device cpu")
 
     def entries(self) -> list[Entry]:
         """What is chosen."""
-        chosen = [BY_NAME[name] for name in self.tasks or DEFAULT_ENTRIES]
+        chosen = [BY_NAME.get(name) or own_entry(name) for name in self.tasks or DEFAULT_ENTRIES]
         return [entry for entry in chosen if self.half in ("all", entry.half)]
 
 

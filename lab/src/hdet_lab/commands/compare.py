@@ -20,6 +20,7 @@ from hdet_lab.experiment import Experiment, LabOptions, final_loss, make_console
 from hdet_lab.recipes import BaselineMethod, CompareMethod, SweepMethod, starts
 from hdet_lab.reports import compare as compare_report
 from hdet_lab.runs.progress import RunBar
+from hdet_lab.runs.settings import task_first
 from hdet_lab.stacked.population import log_uniform, train_populations
 from hdet_lab.stacked.sweep import sweep
 
@@ -84,7 +85,7 @@ class Record:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit status."""
-    options = parse(CompareOptions, "compare", arguments)
+    options = parse(CompareOptions, "compare", task_first(arguments))
     experiment = Experiment("compare", options)
     console = make_console()
     experiment.facts["config"] |= {"starts": options.grid(), "population_interval": _population_interval(experiment)}

@@ -28,9 +28,10 @@ from hdet_lab.recipes import make_torch_optimizer
 from hdet_lab.runs import folder as run_folder
 from hdet_lab.runs import provenance
 from hdet_lab.runs.progress import RunBar, from_processes
-from hdet_lab.runs.settings import Settings, from_dict, make_scheduler, open_task
+from hdet_lab.runs.settings import Settings, folder_name, from_dict, make_scheduler, open_task, task_first
 from hdet_lab.runs.stopping import Stop
 from hdet_lab.runs.worker import Progress, cannot_continue, train
+from hdet_lab.targets import is_target
 from hdet_lab.tasks.base import Task
 
 DAY_S = 86400.0
@@ -64,6 +65,7 @@ class Job:
 
 def main(arguments: Sequence[str]) -> int:
     """The command; returns the exit status: 0, 1 where the model broke, 130 after a signal."""
+    arguments = task_first(arguments)
     folder = _resumed_folder(arguments)
     stored = None if folder is None else TrainOptions(**vars(from_dict(_unfinished(folder).config)))
     options = parse(TrainOptions, "train", arguments, default=stored)
@@ -99,7 +101,7 @@ def prepare(settings: Settings, num_replicas: int, *, folder: Path | None, resum
     now = datetime.now(timezone.utc)
     if folder is None:
         stamp = now.strftime("%Y%m%d-%H%M%S")
-        folder = Path("runs") / f"{own.task}-{own.method}-{own.lr:g}-s{own.seed}-{stamp}"
+        folder = Path("runs") / f"{folder_name(own.task)}-{own.method}-{own.lr:g}-s{own.seed}-{stamp}"
     model = task.build(own.seed)
     facts = {
         "config": own.as_dict(),
@@ -234,8 +236,9 @@ def _require_consent(folder: Path, options: TrainOptions) -> None:
     """Ask before a run from elsewhere is continued: its files say what is fetched, read, started and written."""
     if run_folder.is_own(_unfinished(folder)):
         return
+    code = f"runs your module {options.task.partition(':')[0]}, " if is_target(options.task) else ""
     does = (
-        f"{folder} was not started here by you. To resume it starts {options.replicas or 1} processes on "
+        f"{folder} was not started here by you. To resume it {code}starts {options.replicas or 1} processes on "
         f"{options.device} that train {options.task} up to step {options.steps}, reads the task's data from "
         f"{options.data}, downloads what is missing there, and writes into {folder}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -27,6 +27,7 @@ from hdet_lab.recipes import (
     TrainMethod,
     make_schedule,
 )
+from hdet_lab.targets import is_target
 from hdet_lab.tasks import TASKS, load_task, stdlib_gpt
 from hdet_lab.tasks.base import Task
 
@@ -55,8 +56,8 @@ class RunOptions(Options):
 
     def check(self) -> None:
         """Raise UsageError for values that no run can have, before anything is loaded."""
-        if self.task not in TASK_NAMES:
-            raise UsageError(f"TASK must be one of {', '.join(TASK_NAMES)}, but got {self.task!r}")
+        if self.task not in TASK_NAMES and not is_target(self.task):
+            raise UsageError(f"TASK must be one of {', '.join(TASK_NAMES)}, or MODULE:CLASS, but got {self.task!r}")
         self.require("spread", "in (0, 1)", 0 < self.spread < 1)
         for name in ("steps", "interval"):
             self.require(name, "an integer >= 1", getattr(self, name) is None or getattr(self, name) >= 1)
@@ -92,7 +93,7 @@ class Settings(RunOptions):
     """One run."""
 
     task: Annotated[str, Positional, arg(metavar="TASK")]
-    """What to train: stdlib-gpt, small-gpt, or one with data of its own."""
+    """What to train: stdlib-gpt, small-gpt, one with data of its own, or your own class, MODULE:CLASS."""
     method: TrainMethod = "gradient"
     """The fixed schedule, the paper's controller, or AutoLR with the gradient or the loss signal."""
     lr: float = 1e-3
@@ -208,6 +209,22 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:
         return isinstance(value, list) and all(_fits(entry, get_args(kind)[0]) for entry in value)
     return value is None or any(_fits(value, option) for option in get_args(kind) if option is not type(None))
+
+
+def task_first(arguments: Sequence[str]) -> list[str]:
+    """``--task TASK`` as the argument TASK, which is how all commands know it."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--task" and equals:
+            return [value, *arguments[:index], *arguments[index + 1 :]]
+        if argument == "--task" and index + 1 < len(arguments):
+            return [arguments[index + 1], *arguments[:index], *arguments[index + 2 :]]
+    return list(arguments)
+
+
+def folder_name(task: str) -> str:
+    """The task's name as a part of a folder's."""
+    return task.replace(":", "-")
 
 
 def open_task(name: str, data: Path, options: Mapping[str, Any] | None = None) -> Task:

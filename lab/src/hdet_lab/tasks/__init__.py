@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hdet_lab.tasks.base import Batch, Task, batch_of, split_rows
+from hdet_lab.targets import is_target, load_target
+from hdet_lab.tasks.base import MEMBERS, Batch, Task, batch_of, split_rows
 from hdet_lab.tasks.code import code_gpt
 from hdet_lab.tasks.diffusion import FashionDiffusionTask
 from hdet_lab.tasks.fashion import FashionTask, fashion_batch_8, fashion_batch_1024
@@ -85,17 +87,35 @@ TASKS: dict[str, Callable[..., Task]] = {
     "linear-raw": linear_raw,
     "quadratic": lambda data, **options: QuadraticTask(**options),
 }
-"""Name to what makes the task from the data folder and options. A new task is a new entry."""
+"""Name to what makes the task from the data folder and options."""
 
 
 def load_task(name: str, data: str | Path = "data", **options: Any) -> Task:
     """The task called ``name``.
 
     Args:
-        name: one of :data:`TASKS`.
+        name: one of :data:`TASKS`, or ``package.module:Class`` for one of your own. The class, or any function that
+            returns a task, is called with ``options``, and with ``data`` where it has a parameter of this name.
         data: folder that holds ``tinyshakespeare/``, ``kuairand-pure/``, ``fashion-mnist/`` and ``tabular/``.
         **options: of the task; default its own sizes.
     """
+    if is_target(name):
+        return _own_task(name, data, options)
     if name not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, but got {name!r}")
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, or MODULE:CLASS, but got {name!r}")
     return TASKS[name](data, **options)
+
+
+def _own_task(target: str, data: str | Path, options: dict[str, Any]) -> Task:
+    try:
+        make = load_target(target)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"task must be MODULE:CLASS that can be imported, but got {target!r}: {error}") from error
+    given = {"data": Path(data)} if "data" in inspect.signature(make).parameters else {}
+    task: Task = make(**given, **options)
+    missing = [name for name in MEMBERS if not hasattr(task, name)]
+    if missing:
+        raise ValueError(
+            f"task must have what hdet_lab.tasks.base.Task has, but that of {target!r} has no {', '.join(missing)}"
+        )
+    return task

@@ -64,6 +64,13 @@ class Task(Protocol):
         ...
 
 
+MEMBERS = (
+    *("name", "total_steps", "batch_rows", "validation_rows"),
+    *("to", "build", "groups", "rows", "gather", "loss", "evaluate"),
+)
+"""Attributes and methods of a task."""
+
+
 def split_rows(rows: Tensor, num_replicas: int) -> Tensor:
     """Deal ``rows`` (B,) out to replicas: (N, B / N).
 
