@@ -16,7 +16,7 @@ ROUNDS = 46
 
 
 def _production() -> ModuleType:
-    path = Path(__file__).parents[2] / "lab" / "benchmarks" / "production.py"
+    path = Path(__file__).parents[1] / "benchmarks" / "production.py"
     spec = importlib.util.spec_from_file_location("production", path)
     assert spec is not None
     assert spec.loader is not None
