@@ -67,7 +67,10 @@ class SlowKnob:
             if e < -0.8:
                 rise = max(rise, 0.3 * clip((-z - 4) / 6))
         if evidence.update is not None and self.controller.max_update is not None and e >= -0.8:
-            rise *= clip((1 - evidence.update / self.controller.max_update) / 0.3)
+            bounds = np.log(self.controller.max_update)
+            done = 0.5 if evidence.progress is None else min(evidence.progress, 1.0)
+            widest = math.exp(np.interp(done, [0.1, 0.7], bounds))
+            rise *= clip((1 - evidence.update / widest) / 0.3)
         rise *= 1 - clip((cost - 0.3) / 0.3)
         moves = [0.0 if evidence.in_warmup or jump > 2 else min(rise, 0.3)]
         above = scale > (0.03 if q < -3 else 0.3) * evidence.level
@@ -138,8 +141,8 @@ def compare(
         scales = np.exp(rng.normal(-1, 1, num_knobs))
         evidence = Evidence(
             losses, np.ones((num_knobs, 2)), (slopes, errors), in_warmup=index < 3, elapsed=min(1 / (index + 1), 0.7),
-            start=(2.0, noise) if known else None, update=float(rng.uniform(0, 0.015)) if known else None, level=1.3,
-            progress=index / 200 if known else None, scales=scales,
+            start=(2.0, noise) if known else None, update=float(rng.uniform(0, 0.02)) if known else None, level=1.3,
+            progress=index / 60 if known else None, scales=scales,
         )  # fmt: skip
         state, decision = controller.update(state, evidence)
         rows = zip(slow, slopes.tolist(), errors.tolist(), scales.tolist(), strict=True)
@@ -189,7 +192,8 @@ def test_its_state_is_saved_and_checked() -> None:
         ({"pace": -1.0}, "pace must be a finite number >= 0, but got"),
         ({"optimism": 1.0}, "optimism must be a pair of finite numbers > 0, but got"),
         ({"optimism": (1.0, 0.0)}, "optimism must be a pair of finite numbers > 0, but got"),
-        ({"max_update": 0.0}, "max_update must be None or a finite number > 0, but got"),
+        ({"max_update": 0.0}, "max_update must be None or a pair of finite numbers > 0, but got"),
+        ({"max_update": (0.01, math.nan)}, "max_update must be None or a pair of finite numbers > 0, but got"),
     ],
 )
 def test_other_settings_are_refused(options: dict[str, Any], text: str) -> None:
@@ -293,11 +297,11 @@ def test_steady_progress_raises_it_by_at_most_its_pace() -> None:
     assert Run(steady, num_rounds=200, noise=0.01, pace=0.0, max_update=None).end == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("max_update", [0.001, 0.0125, 0.05])
-def test_rises_end_where_updates_are_as_large_as_they_may_be(max_update: float) -> None:
+@pytest.mark.parametrize("max_update", [(0.001, 0.001), (0.008, 0.02), (0.02, 0.01), (0.05, 0.05)])
+def test_rises_end_where_updates_are_as_large_as_they_may_be(max_update: tuple[float, float]) -> None:
     """The first level is that of updates of 2/3 percent, here."""
     run = Run(lambda step: 2 - 0.3 * math.log(step), num_rounds=200, noise=0.01, max_update=max_update)
-    assert run.scales.max() <= max(max_update / (0.02 / 3), 1.0) * 1.001
+    assert run.scales.max() <= max(max(max_update) / (0.02 / 3), 1.0) * 1.001
 
 
 def test_a_slope_against_it_lowers_it() -> None:

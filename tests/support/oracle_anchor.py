@@ -40,7 +40,7 @@ class AnchorScenario(Scenario):
     sprint: float = 0.5
     down: float = 1.0
     pace: float = 2.0
-    max_update: float | None = 0.0125
+    max_update: tuple[float, float] | None = (0.008, 0.02)
     start_steps: int = 0
     hold_share: float = 0.1
     scale_bounds: tuple[float, float] = (1e-6, 1e6)
@@ -251,7 +251,9 @@ class Evidence:
             if e < -0.8:
                 moves[0] = max(moves[0], 0.3 * between(-z, 4, 10))
         if s.max_update is not None and shown.update is not None and e >= -0.8:
-            moves[0] *= between(s.max_update - shown.update, 0, 0.3 * s.max_update)
+            early, late = s.max_update
+            widest = early * (late / early) ** between(shown.progress, 0.1, 0.7)
+            moves[0] *= between(widest - shown.update, 0, 0.3 * widest)
         moves[0] = min(moves[0] * between(-cost, -0.6, -0.3), 0.3)
         if shown.in_warmup or past.get("jump", 0.0) > 2:
             moves[0] = 0.0

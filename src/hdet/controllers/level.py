@@ -34,6 +34,9 @@ MAX_RISE, MAX_FALL = 0.3, 0.2
 """Of the logarithm, in one round."""
 STANDSTILL, STANDSTILL_FALL = 1.0, 0.1
 """Standard errors of progress below which the loss stands still; and the fall in a round then."""
+WIDENING = (0.1, 0.7)
+"""Shares of the time in which the knob may move: between them the bound on updates goes from its first value to its
+last one. Damage of the first steps stays, and later ones may be larger."""
 LOWEST, LOWEST_RISING = 0.3, 0.03
 """Of the first level: how far a standstill lowers the knob; and where the loss has risen."""
 
@@ -67,8 +70,8 @@ class LevelController:
 
     The first part is optimism, which progress has to earn; the second is the slope's. Where e is below -0.8 with
     certainty, the loss is linear along the whole way and the logarithm of the rate may grow by up to 0.3 a round.
-    Rises fade out as the relative size of an update reaches ``max_update``, and as b over the gain of the run (how far
-    the loss falls while the time since the start grows e-fold) goes from 0.3 to 0.6.
+    Rises fade out as the relative size of an update reaches ``max_update``, which grows along the run, and as b over
+    the gain of the run (how far the loss falls while the time since the start grows e-fold) goes from 0.3 to 0.6.
 
     The rate falls where the loss stands still (q < 1) and the slope does not ask for more, by 0.1 a round and to 0.3 of
     the first level, or 0.03 where the loss has risen (q < -3); and where the slope says that less would have been
@@ -79,7 +82,8 @@ class LevelController:
         pace: c >= 0, how far optimism moves the logarithm while the time since the start grows e-fold.
         optimism: z0 > 0, how many standard errors of evidence against it a higher value needs, at first and at the end
             of the time in which it may move; their mean in a run of unknown length.
-        max_update: the size of an update, relative to the weights, at which rises end; None for no bound.
+        max_update: the size of an update, relative to the weights, at which rises end: in the first tenth of the time
+            in which the learning rate may move, and after seven tenths of it; None for no bound.
     """
 
     def __init__(
@@ -87,12 +91,12 @@ class LevelController:
         *,
         pace: float = 2.0,
         optimism: tuple[float, float] = (2.5, 1.0),
-        max_update: float | None = 0.0125,
+        max_update: tuple[float, float] | None = (0.008, 0.02),
     ) -> None:
         require(number(pace) >= 0, "pace", "a finite number >= 0", pace)
-        fine = isinstance(optimism, (tuple, list)) and len(optimism) == 2 and all(number(z) > 0 for z in optimism)
-        require(fine, "optimism", "a pair of finite numbers > 0", optimism)
-        require(max_update is None or number(max_update) > 0, "max_update", "None or a finite number > 0", max_update)
+        require(_is_pair(optimism), "optimism", "a pair of finite numbers > 0", optimism)
+        fine = max_update is None or _is_pair(max_update)
+        require(fine, "max_update", "None or a pair of finite numbers > 0", max_update)
         self.pace, self.optimism, self.max_update = pace, (float(optimism[0]), float(optimism[1])), max_update
 
     def init(self, num_knobs: int) -> LevelState:
@@ -139,7 +143,8 @@ class LevelController:
     def _move(self, z: float, e: float, late: float, trail: Trail, evidence: Evidence, knob: int) -> float:
         """By how much the logarithm of a scale should change; ``late``: the elasticity over the end of the trail."""
         first, last = self.optimism
-        optimism = first + (last - first) * (0.5 if evidence.progress is None else min(evidence.progress, 1.0))
+        done = 0.5 if evidence.progress is None else min(evidence.progress, 1.0)
+        optimism = first + (last - first) * done
         earned = _clip((trail.progress - EARNED[0]) / (EARNED[1] - EARNED[0]))
         rise = self.pace * evidence.elapsed * _clip((optimism - z) / optimism) * earned
         supported = z < -SURE and e < 0
@@ -148,7 +153,9 @@ class LevelController:
             if e < LINEAR:
                 rise = max(rise, MAX_RISE * _clip((-z - VERY_SURE) / 6))
         if self.max_update is not None and e >= LINEAR and evidence.update is not None:
-            rise *= _clip((self.max_update - evidence.update) / (0.3 * self.max_update))
+            first, last = self.max_update
+            largest = first * (last / first) ** _clip((done - WIDENING[0]) / (WIDENING[1] - WIDENING[0]))
+            rise *= _clip((largest - evidence.update) / (0.3 * largest))
         rise *= 1 - _clip((trail.cost - BRAKE[0]) / (BRAKE[1] - BRAKE[0]))
         move = 0.0 if evidence.in_warmup or trail.jump > SURE else min(rise, MAX_RISE)
         if trail.enough and trail.progress < STANDSTILL and not supported and not evidence.in_warmup:
@@ -161,6 +168,10 @@ class LevelController:
         if trail.cost > TOO_DEAR:
             move = min(move, -min(SLOPE_GAIN * evidence.elapsed * min(trail.cost - TOO_DEAR, 1.0), MAX_FALL))
         return move
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(number(each) > 0 for each in value)
 
 
 def _excess(e: float) -> float:
