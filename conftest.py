@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import sys
 from multiprocessing import forkserver
 
 # Models this small only wait for each other on several threads, here and in the processes that tests start.
@@ -41,3 +42,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         importlib.import_module("torch._dynamo")  # the first optimizer would, and is sure to come
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Ranks of jobs are kept from one test to the next, not longer."""
+    if "job" in sys.modules:
+        sys.modules["job"].close()

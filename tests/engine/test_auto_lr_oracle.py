@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import oracle
 import oracle_anchor
 from hdet import Adapt, AutoLR, Faults, OneCycleAutoLR, RoundRecord
 from hdet.controllers import EvidenceController, LevelController, PaperController
-from hdet.launch import launch
+from job import launch
 from native import replicated
 from oracle import Array
 from oracle_anchor import AnchorScenario
@@ -278,51 +279,57 @@ def expected(name: str, num_replicas: int) -> oracle_anchor.AnchorTrajectory:
     return oracle_anchor.simulate(named(name), num_replicas)
 
 
-def cases(*counts: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("num_replicas", "name"), [(n, s.name) for n in counts for s in scenarios_for(n)])
+def cases(named_cases: Iterable[tuple[int, str]]) -> pytest.MarkDecorator:
+    """Two processes show what there is to show; that four and eight do the same is seldom news."""
+    marks = {False: (), True: (pytest.mark.slow,)}
+    return pytest.mark.parametrize(
+        ("num_replicas", "name"), [pytest.param(n, name, marks=marks[n > 2]) for n, name in named_cases]
+    )
 
 
 def close(actual: Any, desired: Any, what: str) -> None:
     assert_allclose(actual, desired, rtol=1e-8, atol=1e-11, err_msg=what)
 
 
-@cases(1, 2, 4, 8)
-def test_every_step_matches_the_oracle(num_replicas: int, name: str) -> None:
+@cases((n, s.name) for n in (1, 2, 4, 8) for s in scenarios_for(n))
+def test_every_step_and_round_matches_the_oracle(num_replicas: int, name: str) -> None:
     real, want = [traces[name] for traces in run(num_replicas)], expected(name, num_replicas)
     close(np.stack([t.losses for t in real], axis=1), want.losses, "losses")
     close(np.stack([t.lrs for t in real], axis=1), want.lrs, "learning rates")
     close(np.stack([t.weights for t in real], axis=1), want.weights, "weights")
+    assert len(want.rounds) >= 5
+    for trace in real:
+        check_history(trace.history, want.rounds, named(name).signal)
+    if named(name).signal == "gradient":
+        for other in real[1:]:
+            assert np.array_equal(real[0].weights, other.weights)
+            assert np.array_equal(real[0].lrs, other.lrs)
 
 
-@cases(1, 2, 4, 8)
-def test_every_round_matches_the_oracle(num_replicas: int, name: str) -> None:
-    want = expected(name, num_replicas).rounds
-    assert len(want) >= 5
-    for trace in (traces[name] for traces in run(num_replicas)):
-        assert [record.step for record in trace.history] == [r.step for r in want]
-        for index, (record, r) in enumerate(zip(trace.history, want, strict=True)):
-            assert record.index == index
-            assert record.num_rollbacks == 0
-            close(record.losses, r.losses, "losses")
-            close(record.base_values, r.base_values, "base values")
-            close(record.scales, r.scales, "scales")
-            if named(name).signal == "loss":
-                close(record.distance, r.distance, "distance")
-            else:
-                assert record.distance == 0
-            for key in ("slope", "standard_error", "z", "elasticity", "progress", "cost_over_gain"):
-                value = r.cost if key == "cost_over_gain" else getattr(r, key)
-                assert (key in record.control) == (value is not None)
-                if value is not None:
-                    close(record.control[key], value, key)
+def check_history(history: list[RoundRecord], want: list[oracle_anchor.AnchorRound], signal: str) -> None:
+    assert [record.step for record in history] == [r.step for r in want]
+    for index, (record, r) in enumerate(zip(history, want, strict=True)):
+        assert record.index == index
+        assert record.num_rollbacks == 0
+        close(record.losses, r.losses, "losses")
+        close(record.base_values, r.base_values, "base values")
+        close(record.scales, r.scales, "scales")
+        if signal == "loss":
+            close(record.distance, r.distance, "distance")
+        else:
+            assert record.distance == 0
+        for key in ("slope", "standard_error", "z", "elasticity", "progress", "cost_over_gain"):
+            value = r.cost if key == "cost_over_gain" else getattr(r, key)
+            assert (key in record.control) == (value is not None)
+            if value is not None:
+                close(record.control[key], value, key)
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "name"),
+@cases(
     [
         *((2, name) for name in ("sgd", "momentum", "adam", "sgd, four groups, one scale", "other constants")),
         *((4, name) for name in ("sgd", "momentum", "sgd, four groups, one scale")),
-    ],
+    ]
 )
 def test_replicas_stay_on_the_anchor_line(num_replicas: int, name: str) -> None:
     """theta_r = A + rho_r (mean - A) after every step but the last, which leaves all of them at the mean."""
@@ -338,17 +345,7 @@ def test_replicas_stay_on_the_anchor_line(num_replicas: int, name: str) -> None:
     assert all(np.array_equal(weights[-1, 0], weights[-1, r]) for r in range(num_replicas))
 
 
-@pytest.mark.parametrize(
-    ("num_replicas", "name"), [(n, s.name) for n in (2, 4) for s in scenarios_for(n) if s.signal == "gradient"]
-)
-def test_with_the_gradient_signal_replicas_stay_equal(num_replicas: int, name: str) -> None:
-    first, *others = [traces[name] for traces in run(num_replicas)]
-    for other in others:
-        assert np.array_equal(first.weights, other.weights)
-        assert np.array_equal(first.lrs, other.lrs)
-
-
-@pytest.mark.parametrize(("num_replicas", "name"), TWIN_CASES)
+@cases(TWIN_CASES)
 def test_from_the_last_round_with_the_papers_controller_it_is_onecycleautolr(num_replicas: int, name: str) -> None:
     for result in run(num_replicas):
         paper, auto = result["twins"][name]
@@ -360,7 +357,7 @@ def test_from_the_last_round_with_the_papers_controller_it_is_onecycleautolr(num
         assert told[0][-1]["scales"] != (1.0,) * len(told[0][-1]["scales"])
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
     for s in SCENARIOS:
         want = expected(s.name, num_replicas)

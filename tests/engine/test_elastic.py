@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 
 from hdet import AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR, knobs
-from hdet.launch import launch
 from hdet.replicas.find import find_replicas
 from hdet.replicas.group import Replicas
 from hdet.weights.outer import OuterStep
+from job import launch
 
 LR, T, STEPS = 0.05, 4, 7 * 4 + 2
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import hdet.testing
 import hdet.testing.faults
-from hdet.testing import Fault, InjectedError, Injector, ReplicaError, assert_same_weights, collect_weights, launch
+from hdet.testing import Fault, InjectedError, Injector, ReplicaError, assert_same_weights, collect_weights
+from job import launch
 
 
 def test_the_example_of_the_docstring_is_a_test_that_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

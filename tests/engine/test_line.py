@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import OneCycleAutoLR
-from hdet.launch import launch
 from hdet.policy.spread import fan_out, multipliers
+from job import launch
 from native import replicated
 
 Array = NDArray[np.float64]

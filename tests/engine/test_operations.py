@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import ConstantLR
 
 import hdet.engine.clock
 from hdet import Adapt, AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR
-from hdet.launch import launch
 from hdet.testing import Fault, Injector, assert_same_weights, collect_weights
+from job import launch
 from options import grouped
 
 T = 4

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import oracle
 from hdet import Adapt, OneCycleAutoLR, RoundRecord
-from hdet.launch import launch
+from job import launch
 from native import replicated
 from oracle import Array, Scenario
 
@@ -202,7 +202,10 @@ def scenarios_for(num_replicas: int) -> list[Scenario]:
 
 
 def cases(*counts: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("num_replicas", "name"), [(n, s.name) for n in counts for s in scenarios_for(n)])
+    """Two replicas show what there is to show; that four and eight do the same is seldom news."""
+    marks = {False: (), True: (pytest.mark.slow,)}
+    found = [pytest.param(n, s.name, marks=marks[n > 2]) for n in counts for s in scenarios_for(n)]
+    return pytest.mark.parametrize(("num_replicas", "name"), found)
 
 
 @functools.cache
@@ -219,45 +222,40 @@ def close(actual: Any, desired: Any, what: str) -> None:
 
 
 @cases(2, 4, 8)
-def test_every_step_matches_the_oracle(num_replicas: int, name: str) -> None:
+def test_every_step_and_round_matches_the_oracle(num_replicas: int, name: str) -> None:
+    scenario = named(name)
     real, want = [traces[name] for traces in run(num_replicas)], expected(name, num_replicas)
     close(np.stack([t.lrs for t in real], axis=1), want.lrs, "learning rates")
     for trace in real:
-        if named(name).optimizer != "sgd":
+        if scenario.optimizer != "sgd":
             close(trace.momenta, want.momenta, "momentum")
         assert trace.num_warnings == 0
     close(np.stack([t.losses for t in real], axis=1), want.losses, "losses")
     close(np.stack([t.weights for t in real], axis=1), want.weights, "weights")
-
-
-@cases(2, 4, 8)
-def test_every_round_matches_the_oracle(num_replicas: int, name: str) -> None:
-    want = expected(name, num_replicas).rounds if named(name).spread > 0 else []
-    assert len(want) >= 5 or named(name).spread == 0
-    for trace in (traces[name] for traces in run(num_replicas)):
-        assert [record.step for record in trace.history] == [r.step for r in want]
-        for index, (record, r) in enumerate(zip(trace.history, want, strict=True)):
-            assert record.index == index
-            assert record.unhealthy == ()
-            close(record.losses, r.losses, "losses")
-            close(record.values, r.values, "learning rates by group and replica")
-            close(record.base_values, r.base_values, "base values")
-            close(record.scales, r.scales, "scales")
-            close(record.distance, r.distance, "distance")
-            assert set(record.control) == set(r.control)
-            for key in r.control:
-                close(record.control[key], r.control[key], key)
-
-
-@cases(2, 4, 8)
-def test_replicas_are_bit_identical_after_a_converge_and_only_then(num_replicas: int, name: str) -> None:
-    scenario = named(name)
-    first, *others = [traces[name].weights for traces in run(num_replicas)]
+    assert len(want.rounds) >= 5
+    for trace in real:
+        check_history(trace.history, want.rounds if scenario.spread > 0 else [])
+    first, *others = [trace.weights for trace in real]
     for step in range(scenario.total_steps):
         ends = (step + 1) % scenario.interval == 0 or step + 1 == scenario.total_steps
-        for other in others:
+        for other in others:  # bit-identical after a converge, and only then
             same = np.array_equal(first[step], other[step])
             assert same == (ends or scenario.spread == 0), f"step {step}"
+
+
+def check_history(history: list[RoundRecord], want: list[oracle.Round]) -> None:
+    assert [record.step for record in history] == [r.step for r in want]
+    for index, (record, r) in enumerate(zip(history, want, strict=True)):
+        assert record.index == index
+        assert record.unhealthy == ()
+        close(record.losses, r.losses, "losses")
+        close(record.values, r.values, "learning rates by group and replica")
+        close(record.base_values, r.base_values, "base values")
+        close(record.scales, r.scales, "scales")
+        close(record.distance, r.distance, "distance")
+        assert set(record.control) == set(r.control)
+        for key in r.control:
+            close(record.control[key], r.control[key], key)
 
 
 @pytest.mark.parametrize("name", [s.name for s in scenarios_for(1)])
@@ -305,7 +303,7 @@ def test_the_oracles_gradient_is_the_slope_of_its_loss() -> None:
             assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(slope[index], rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+@pytest.mark.parametrize("num_replicas", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
     for scenario in SCENARIOS:
         want = expected(scenario.name, num_replicas)

@@ -16,7 +16,8 @@ import torch
 from numpy.testing import assert_allclose
 
 from hdet.policy.spread import multipliers
-from hdet.testing import Fault, assert_same_weights, launch
+from hdet.testing import Fault, assert_same_weights
+from job import launch
 from native import FACES, INTERVAL, SPREAD, TOTAL_STEPS
 from production_script import make_runs, resume, save, train
 from torchrun import torchrun

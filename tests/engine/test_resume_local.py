@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from hdet import Averaging, Explorer
-from hdet.testing import launch
+from job import launch
 from native import INTERVAL, TOTAL_STEPS, Run, everyone, net
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hdet import OneCycleAutoLR, RoundRecord
-from hdet.launch import launch
 from hdet.policy.spread import multipliers
 from hdet.replicas.group import Replicas
+from job import launch
 
 SPREAD = 0.5
 MAX_LR = 0.1

@@ -13,7 +13,7 @@ import torch
 import framework_task as task
 from frameworks import lightning_module
 from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
-from hdet.launch import launch
+from job import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import Adapt, AutoLR, OneCycleAutoLR
-from hdet.launch import launch
+from job import launch
 from native import MAX_LR, Run, alike, batch, loss_signal, net
 
 # Of torch's own, when a step is compiled for the first time.

@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hdet.launch import launch
+from job import launch
 from native import FACES, INTERVAL, TOTAL_STEPS, Face, Run, alike, batch, error, everyone, nesterov, net, paper, weights
 
 Found = list[dict[str, Any]]

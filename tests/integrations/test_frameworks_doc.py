@@ -1,8 +1,7 @@
-"""What docs/frameworks.md says was tried is installed and tested, and its code runs."""
+"""The code of docs/frameworks.md runs."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from pathlib import Path
@@ -17,37 +16,12 @@ from hdet.launch import launch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
-TABLE = [line for line in PAGE.split("## What is tested")[1].splitlines() if line.startswith("| ")][1:]
 
 
 def _section(title: str) -> str:
     (block,) = re.findall(r"```python\n(.*?)```", PAGE.split(f"## {title}\n")[1].split("\n## ")[0], re.DOTALL)
     assert isinstance(block, str)
     return block
-
-
-@pytest.mark.parametrize(
-    ("package", "version"), sorted(set(re.findall(r"([a-z]+) (\d+\.\d+\.\d+)", "\n".join(TABLE)))), ids=str
-)
-def test_versions_are_not_older_than_what_pyproject_asks_for(package: str, version: str) -> None:
-    floors = re.findall(rf'"{package}(?:\[\w+\])?>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    assert floors
-    for floor in floors:
-        assert _numbers(version) >= _numbers(floor)
-    try:
-        installed = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{package} is not installed")
-    assert _numbers(installed)[0] == _numbers(version)[0], f"say in docs/frameworks.md that {installed} was tried"
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", version.partition("+")[0])]
-
-
-def test_links_lead_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)", PAGE) if "://" not in link]
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
 OPTIONS = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}

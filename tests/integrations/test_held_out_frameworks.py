@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet import Adapt, AutoLR
-from hdet.launch import launch
+from job import launch
 
 NUM_STEPS, SAVED_AT = 60, 33
 

@@ -67,17 +67,6 @@ def test_the_diff_of_the_papers_method_runs_on_two_processes(without: str, num_r
     assert launch(_train_replica, 2, _lines_of_diff(1, without), timeout_s=60) == [num_rounds] * 2
 
 
-def test_every_page_is_linked() -> None:
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert pages == set(re.findall(r"\]\(docs/(\w+\.md)\)", README.partition("## Documentation")[2]))
-
-
-def test_links_lead_somewhere() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
 @pytest.mark.parametrize(
     "name",
     [

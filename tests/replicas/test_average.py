@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import hdet.replicas.average
 from hdet import OneCycleAutoLR
-from hdet.launch import launch
 from hdet.replicas.average import is_healthy, mean_
 from hdet.replicas.group import Replicas
+from job import launch
 
 Array = NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR
 
 from hdet import AutoLR, Averaging, Explorer, OneCycleAutoLR
-from hdet.launch import launch
+from job import launch
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="TCP_INFO is read as Linux lays it out")
 

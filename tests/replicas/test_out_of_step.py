@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hdet.replicas.group
-from hdet.testing import Fault, Injector, launch
+from hdet.testing import Fault, Injector
+from job import launch
 from native import FACES, INTERVAL, TOTAL_STEPS, Run, batch, error, net, paper
 
 

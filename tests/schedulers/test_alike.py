@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR,
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR
 from hdet.knobs import LearningRate
-from hdet.launch import launch
+from job import launch
 from native import error
 
 pytestmark = pytest.mark.timeout(90)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hdet import Adapt, AutoLR, Copies, Explorer, OneCycleAutoLR
 from hdet.knobs import LearningRate
-from hdet.launch import launch
+from job import launch
 
 STEPS, SAVED_AT, INTERVAL = 20, 9, 4
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hdet import Adapt, AutoLR
-from hdet.launch import launch
+from job import launch
 
 STEPS, HALF, INTERVAL = 240, 120, 4
 BATCHES = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -18,19 +18,14 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
     CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
     ExponentialLR,
     LambdaLR,
     LinearLR,
     LRScheduler,
-    MultiplicativeLR,
-    MultiStepLR,
     OneCycleLR,
     PolynomialLR,
     ReduceLROnPlateau,
     SequentialLR,
-    StepLR,
 )
 
 from hdet import Adapt, AutoLR, Copies, Faults, OneCycleAutoLR
@@ -38,6 +33,7 @@ from hdet.controllers import Decision, Evidence, EvidenceController, Hold
 from hdet.controllers.hold import HoldState
 from hdet.policy.guard import Guard
 from options import grouped
+from schedules import Wandering
 
 STEPS = 60
 AS_GIVEN = Adapt(level=False)
@@ -45,46 +41,6 @@ AS_GIVEN = Adapt(level=False)
 pytestmark = pytest.mark.filterwarnings("ignore:the round that ended at step")
 
 
-class InverseRoot(LRScheduler):
-    """A user's own, in closed form over the step."""
-
-    def get_lr(self) -> list[float | Tensor]:
-        return [lr / math.sqrt(1 + self.last_epoch) for lr in self.base_lrs]
-
-
-class Doubling(LRScheduler):
-    """A user's own, from the group's last value."""
-
-    def get_lr(self) -> list[float | Tensor]:
-        factor = 1.0 if self.last_epoch == 0 else 1.02 if self.last_epoch < 20 else 0.97
-        return [group["lr"] * factor for group in self.optimizer.param_groups]
-
-
-def _wsd(step: int) -> float:
-    return min((step + 1) / 10, 1.0, (STEPS - step) / 20)
-
-
-SCHEDULES: dict[str, Callable[[Optimizer], LRScheduler]] = {
-    "one-cycle": lambda o: OneCycleLR(o, [0.1, 0.03], STEPS, cycle_momentum=False),
-    "one-cycle, momentum cycled": lambda o: OneCycleLR(o, 0.1, STEPS + 5),
-    "cosine": lambda o: CosineAnnealingLR(o, STEPS),
-    "cosine, past its end": lambda o: CosineAnnealingLR(o, STEPS // 3, eta_min=1e-3),
-    "linear then cosine": lambda o: SequentialLR(
-        o, [LinearLR(o, 0.1, total_iters=10), CosineAnnealingLR(o, STEPS - 10)], [10]
-    ),
-    "wsd": lambda o: LambdaLR(o, _wsd),
-    "lambdas": lambda o: LambdaLR(o, [_wsd, lambda step: 0.5**step]),
-    "own, closed form": InverseRoot,
-    "own, chainable": Doubling,
-    "exponential": lambda o: ExponentialLR(o, 0.95),
-    "multiplicative": lambda o: MultiplicativeLR(o, lambda step: 0.99 if step % 3 else 1.01),
-    "steps": lambda o: StepLR(o, 7, 0.5),
-    "milestones": lambda o: MultiStepLR(o, [3, 9, 9, 30], 0.3),
-    "polynomial": lambda o: PolynomialLR(o, STEPS, power=2.0),
-    "restarts": lambda o: CosineAnnealingWarmRestarts(o, 9, 2),
-    "cyclic": lambda o: CyclicLR(o, 0.001, 0.1, 7, cycle_momentum=False),
-    "chained": lambda o: ChainedScheduler([ConstantLR(o, 0.1, 4), ExponentialLR(o, 0.9)], optimizer=o),
-}
 OPTIMIZERS: dict[str, Callable[[Any, Any], Optimizer]] = {
     "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
     "adam": lambda p, lr: torch.optim.Adam(p, lr=lr),
@@ -128,45 +84,6 @@ def holding(schedule: LRScheduler, **options: Any) -> AutoLR:
 
 
 # -- the schedule, unmoved ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_held_scale_gives_the_schedule_bit_for_bit(name: str, kind: str) -> None:
-    plain, mine = two_groups(kind), two_groups(kind)
-    theirs, auto = SCHEDULES[name](plain), holding(SCHEDULES[name](mine))
-    assert isinstance(auto, LRScheduler)
-    for step in range(STEPS):
-        assert lrs_of(mine) == lrs_of(plain), step
-        assert auto.get_last_lr() == theirs.get_last_lr()
-        for key in ("momentum", "betas"):
-            assert [g.get(key) for g in mine.param_groups] == [g.get(key) for g in plain.param_groups]
-        assert auto.last_epoch == step
-        train_step(plain, theirs)
-        train_step(mine, auto)
-    assert lrs_of(mine) == lrs_of(plain)
-    for a, b in zip(mine.param_groups, plain.param_groups, strict=True):
-        assert torch.equal(a["params"][0], b["params"][0])
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(name: str, kind: str) -> None:
-    """Its value is the one of a float schedule, rounded once: torch's own rounds in every step."""
-    lr = torch.tensor(0.125)
-    plain, mine = two_groups(kind), two_groups(kind, lr)
-    theirs, auto = SCHEDULES[name](plain), holding(SCHEDULES[name](mine))
-    before = [group["lr"] for group in mine.param_groups]
-    for step in range(STEPS):
-        rounded = [torch.tensor(value).item() for value in lrs_of(plain)]
-        # A schedule that scales the first value has done so in float32 before AutoLR is there.
-        assert lrs_of(mine) == (pytest.approx(rounded, rel=1e-6) if name == "chained" else rounded), step
-        train_step(plain, theirs)
-        train_step(mine, auto)
-        assert all(group["lr"] is tensor for group, tensor in zip(mine.param_groups, before, strict=True))
-    last = auto.get_last_lr()
-    assert all(isinstance(value, Tensor) for value in last)
-    assert all(value is not tensor for value, tensor in zip(last, before, strict=True))
 
 
 def test_one_replica_with_the_loss_signal_warns_and_follows_the_schedule() -> None:
@@ -241,25 +158,29 @@ def test_defaults_follow_the_length_of_the_schedule() -> None:
     assert all(s is not None and s[0].shape == (1,) for s in slopes)
 
 
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [
-        ("one-cycle", STEPS),
-        ("one-cycle, momentum cycled", STEPS + 5),
-        ("cosine", STEPS),
-        ("linear then cosine", STEPS),
-        ("polynomial", STEPS),
-        ("wsd", math.inf),
-        ("exponential", math.inf),
-        ("own, closed form", math.inf),
-        ("chained", math.inf),
-    ],
-)
-def test_the_length_of_a_schedule_is_found_where_it_has_one(name: str, length: float) -> None:
-    optimizer = two_groups()
-    assert AutoLR(SCHEDULES[name](optimizer)).total_steps == length
-    told = two_groups()
-    assert AutoLR(SCHEDULES[name](told), total_steps=77).total_steps == 77
+LENGTHS: dict[str, tuple[Callable[[Optimizer], LRScheduler], float]] = {
+    "one-cycle": (lambda o: OneCycleLR(o, [0.1, 0.03], STEPS), STEPS),
+    "cosine": (lambda o: CosineAnnealingLR(o, STEPS), STEPS),
+    "linear then cosine": (
+        lambda o: SequentialLR(o, [LinearLR(o, 0.1, total_iters=10), CosineAnnealingLR(o, STEPS - 10)], [10]),
+        STEPS,
+    ),
+    "polynomial": (lambda o: PolynomialLR(o, STEPS, power=2.0), STEPS),
+    "lambda": (lambda o: LambdaLR(o, lambda step: 0.5**step), math.inf),
+    "exponential": (lambda o: ExponentialLR(o, 0.95), math.inf),
+    "chained": (
+        lambda o: ChainedScheduler([ConstantLR(o, 0.1, 4), ExponentialLR(o, 0.9)], optimizer=o),
+        math.inf,
+    ),
+    "own": (Wandering, math.inf),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_length_of_a_schedule_is_found_where_it_has_one(name: str) -> None:
+    build, length = LENGTHS[name]
+    assert AutoLR(build(two_groups())).total_steps == length
+    assert AutoLR(build(two_groups()), total_steps=77).total_steps == 77
 
 
 def test_without_a_length_the_scale_never_holds_still() -> None:

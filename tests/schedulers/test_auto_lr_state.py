@@ -27,8 +27,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, O
 
 from hdet import AutoLR
 from hdet.controllers import EvidenceController
-from hdet.launch import launch
 from hdet.policy.spread import multipliers
+from job import launch
 from options import grouped
 
 TOTAL_STEPS, INTERVAL, SPREAD = 22, 4, 0.3

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
-from hdet.launch import launch
+from job import launch
 from options import grouped
 
 

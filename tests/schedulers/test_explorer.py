@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 from hdet import AutoLR, Averaging, Explorer, OneCycleAutoLR, knobs
 from hdet.controllers import Evidence, JointController
-from hdet.launch import launch
 from hdet.policy.spread import assign
 from hdet.schedulers.explorer import LR_OPTIMISM
 from hdet.weights.outer import state_tensors
+from job import launch
 from options import grouped
 
 TOTAL_STEPS, INTERVAL, LR, DECAY, BETA = 18, 4, 0.02, 0.05, 0.9

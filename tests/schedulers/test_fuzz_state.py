@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fuzz_state
-from hdet.launch import launch
+from job import launch
 
 
 @pytest.fixture(scope="module")

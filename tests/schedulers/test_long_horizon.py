@@ -18,7 +18,7 @@ from hdet import Adapt, AutoLR, Averaging, Explorer, knobs
 from hdet.controllers.valley import lowest
 from hdet.policy.spread import assign
 from hdet.schedulers._horizon import PATIENCE
-from hdet.testing import launch
+from job import launch
 
 INTERVAL, TOTAL_STEPS, LR, MOMENTUM, DECAY = 8, 50, 0.05, 0.8, 0.02
 LOW, HIGH, WINDOW = 1e-6, 10.0, 4.0

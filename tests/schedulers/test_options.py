@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hdet import Adapt, AutoLR, Averaging, Copies, Explorer, Faults, OneCycleAutoLR, knobs
 from hdet.controllers import EvidenceController, PaperController
-from hdet.launch import launch
 from hdet.weights.outer import OuterStep
+from job import launch
 from options import GROUPS, grouped
 
 SCHEDULERS = (AutoLR, OneCycleAutoLR, Explorer)

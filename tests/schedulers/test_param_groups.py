@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
-from hdet.launch import launch
+from job import launch
 from options import grouped
 
 JOIN, STEPS = 5, 16

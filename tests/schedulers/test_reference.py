@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR, SequentialLR
 
 from hdet import OneCycleAutoLR, warm_noisy_init
-from hdet.launch import launch
 from hdet.policy.spread import multipliers
 from hdet.replicas.find import find_replicas
+from job import launch
 
 NUM_REPLICAS = 4
 SPREAD = 0.5

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import OneCycleAutoLR
-from hdet.launch import launch
 from hdet.policy.spread import multipliers
+from job import launch
 
 TOTAL_STEPS = 22
 INTERVAL = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,7 @@ def test_a_loss_on_a_device_is_one_operation(monkeypatch: pytest.MonkeyPatch) ->
     assert operations.seen == ["aten::detach", "aten::add_.Tensor"]
 
 
-@pytest.mark.parametrize("kind", ["float", "tensor"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "kind"), list(zip(SCHEDULES, cycle(["float", "tensor"]), strict=False)))
 def test_learning_rates_are_the_schedules_times_the_scale(name: str, kind: str) -> None:
     theirs, ours = (make_optimizer(2, lr=torch.tensor(0.1) if kind == "tensor" else 0.1) for _ in range(2))
     plain = SCHEDULES[name](theirs)

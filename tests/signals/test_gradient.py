@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet import Adapt, AutoLR
-from hdet.launch import launch
 from hdet.replicas.group import Replicas
 from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, default_sample_every, mean_and_error
 from hdet.weights.anchor import Anchor
+from job import launch
 
 BATCH = 8
 

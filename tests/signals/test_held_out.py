@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet import Adapt, AutoLR
-from hdet.launch import launch
 from hdet.policy.faded import Faded, certain
 from hdet.replicas.group import Replicas
 from hdet.signals.held_out import PROBE_EVERY, HeldOutGradient, probe_gradients
 from hdet.weights.anchor import Anchor
+from job import launch
 
 
 def make_model() -> nn.Sequential:

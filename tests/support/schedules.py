@@ -67,6 +67,14 @@ class Wandering(LRScheduler):
         return [base * math.exp(self.drift * self.last_epoch) * bonus for base in self.base_lrs]
 
 
+class Drifting(LRScheduler):
+    """A user's own schedule, from the group's last value."""
+
+    def get_lr(self) -> list[Any]:
+        factor = 1.0 if self.last_epoch == 0 else 1.02 if self.last_epoch < 5 else 0.97
+        return [group["lr"] * factor for group in self.optimizer.param_groups]
+
+
 class OddCount(StepLR):
     """A subclass of torch's that counts in its own way."""
 
@@ -94,7 +102,9 @@ LEAVES: dict[str, Build] = {
     "CosineAnnealingWarmRestarts": lambda o: CosineAnnealingWarmRestarts(o, 2, T_mult=2, eta_min=1e-4),
     "CyclicLR": lambda o: CyclicLR(o, 0.01, 0.1, step_size_up=2, step_size_down=3, mode="triangular2"),
     "OneCycleLR": lambda o: OneCycleLR(o, 0.2, 40, three_phase=True),
+    "LambdaLR of each group": lambda o: LambdaLR(o, [lambda step: 0.9**step, lambda step: 0.5**step]),
     "Wandering": Wandering,
+    "Drifting": Drifting,
 }
 NESTED: dict[str, Build] = {
     "SequentialLR": lambda o: SequentialLR(o, [LEAVES["LinearLR"](o), LEAVES["CosineAnnealingLR"](o)], [4]),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from hdet.launch import launch
+from job import launch
 from native import FACES, INTERVAL, TOTAL_STEPS, Run, alike, batch, net, weights
 
 DECAY = 0.7
