@@ -1,6 +1,6 @@
 """The end of a round, decided from numbers alone: what was observed in, one verdict out.
 
-The round loop calls it for real processes, the lab's stacked engine for runs simulated side by side. It owns everything
+The round loop calls it for real processes; a simulation can call it for runs side by side. It owns everything
 that such a decision needs: when rounds end, the steering, what undoes a round, and who is left out of the mean.
 """
 

@@ -1,6 +1,6 @@
 """The numbers of a run: who holds which multiplier, and where the learned scales stand. No tensors, no processes.
 
-The round loop drives it for real processes, the lab's stacked engine for runs simulated side by side.
+The round loop drives it for real processes; a simulation can drive it for runs that it trains side by side.
 """
 
 from __future__ import annotations
