@@ -76,6 +76,7 @@ SCENARIOS = [
     _level("level, a scale for each", "adam", FOUR, seed=24, together=False, constant=True),
     _level("level, a round a step", "sgd", (0.2,), total_steps=150, seed=25, interval=1, constant=True),
     _level("level, a schedule near it", "adam", (0.01,), seed=26),
+    _level("level, a schedule near it without a warm-up", "adam", (0.01,), seed=26, pct_start=0.05, div_factor=1.5),
     _level("level, a schedule far above", "adam", (30.0,), seed=27),
     _level("level, a schedule far below", "sgd", (1e-6,), seed=28, pct_start=0.05, div_factor=1.5),
     _level("level, without a bound on updates", "momentum", (0.01,), seed=29, constant=True, max_update=None),

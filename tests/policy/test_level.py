@@ -198,11 +198,14 @@ def test_a_schedule_that_warms_up_has_its_own_way() -> None:
 def test_a_peak_is_followed_within_a_factor_of_eight(log_off: float) -> None:
     found = SHARE * 10 / 90  # of Adam, as above
     off = 10**log_off
+    assume(abs(log_off) > 1e-9)
     level = Level(200, peak=found * off, hint=True)
     said = [text for _, text in trained(level, KINDS["Adam"], 50) if text]
     if 1 / TRUST * (1 + 1e-9) <= off <= TRUST * (1 - 1e-9):
-        assert (said, level.scale, level.follows_hint) == ([], 1.0, True)
-        assert level.share(0) == 1.0
+        assert (level.scale, level.follows_hint) == (1.0, True)
+        bent = off > 1
+        assert [text.startswith("the schedule is approached from 0.00222 instead of") for text in said] == [True] * bent
+        assert [level.share(step) for step in (0, 35)] == pytest.approx([1 / off / 12 if bent else 1.0, 1.0])
     elif off < 1 / TRUST * (1 - 1e-9) or off > TRUST * (1 + 1e-9):
         assert level.scale == pytest.approx(1 / off)
         assert said == [

@@ -99,7 +99,8 @@ class Update(NamedTuple):
 class Found(NamedTuple):
     """The level after some rounds.
 
-    ``scale``: of the schedule; ``rises``: whether along a warm-up of its own; ``followed``: whether the schedule is.
+    ``scale``: of the schedule; ``rises``: whether along a warm-up of its own; ``followed``: whether the schedule is;
+    ``below``: by how much the level is below the peak of a schedule that is followed.
     """
 
     scale: float
@@ -107,6 +108,11 @@ class Found(NamedTuple):
     done: bool = False
     rises: bool = False
     followed: bool = True
+    below: float = 1.0
+
+    def share(self, num_steps: int, warm: int) -> float:
+        """Of the scale, in the step that makes it ``num_steps``: a line, then a constant factor a step."""
+        return (min(num_steps / warm, 1.0) if self.rises else 1.0) * self.below ** between(-num_steps, -3 * warm, -warm)
 
 
 def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Found:
@@ -131,9 +137,9 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     done = updates[-1].step >= max(warm, 4)
     delta = 0.02 * min(math.sqrt(max(200 / s.total_steps, 1.0)), 2.0)
     lr = delta * weights / (max(ratios) + 2 * ratios[-1])
-    if not s.constant and 1 / 8 <= lr / peak <= 8:
-        return Found(1.0, True, done)
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
+    if not s.constant and 1 / 8 <= lr / peak <= 8:
+        return Found(1.0, True, done, lr < peak and not warms_up_itself, below=min(lr / peak, 1.0))
     return Found(lr / peak, True, done, not warms_up_itself, followed=False)
 
 
@@ -321,8 +327,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
 
     for step in range(scenario.total_steps):
         eta = np.array([scenario.eta(lr, step) for lr in scenario.max_lr])
-        share = min((step + 1) / warm, 1.0) if level.rises else 1.0
-        scales = level.scale * moved * share
+        scales = level.scale * moved * level.share(step + 1, warm)
         result.multipliers[step] = rho
         found = [oracle.loss_and_gradient(theta[r], *oracle.batch(scenario.seed, step, r)) for r in replicas]
         shared = [np.mean([gradient[i] for _, gradient in found], axis=0) for i in range(num_tensors)]
@@ -399,8 +404,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
             if len(first_losses) < 4:
                 first_losses.append(float(np.mean(losses)))
             begun, before = num_done, float(eta[0])
-            share = min(num_done / warm, 1.0) if level.rises else 1.0
-            told.scales = level.scale * moved * share
+            told.scales = level.scale * moved * level.share(num_done, warm)
             told.base_values = eta * told.scales[knob_of]
             result.rounds.append(told)
 

@@ -36,6 +36,9 @@ MAX_TRIES = 20
 """Steps without a measurable update, before the learning rate that was given is used instead."""
 TRUST = 8.0
 """A schedule is followed as it is where its peak is within this factor of the first level."""
+APPROACH = 3.0
+"""Warm-ups after which a schedule is followed as it is where its peak is above the first level. A few steps at a high
+rate before that would cost more than the whole approach."""
 WARM_SHARE, MAX_WARM, UNKNOWN_WARM = 0.06, 500, 50
 """Of the run: the steps in which the learning rate rises from zero; at most, and in a run of unknown length."""
 NUM_FIRST = 4
@@ -104,10 +107,16 @@ class Level:
         return not (self.found or self.gave_up) or step < NUM_FIRST
 
     def share(self, step: int) -> float:
-        """Of the level, in the step after ``step``: the warm-up, where the schedule has none of its own."""
-        if not self.found or self.warms_up or self.follows_hint:
+        """Of the level, in the step after ``step``: the warm-up, where the schedule has none of its own.
+
+        The peak of a schedule that is followed counts as the level; where it is above the one that was found, the share
+        goes on from there, and is 1 after three warm-ups.
+        """
+        if not self.found or (self.follows_hint and self.lr >= self.peak):
             return 1.0
-        return min((step + 1) / self.warm_steps, 1.0)
+        warmed, first = (step + 1) / self.warm_steps, self.lr / self.peak if self.follows_hint else 1.0
+        left = min(max((APPROACH - warmed) / (APPROACH - 1), 0.0), 1.0)
+        return first**left * (1.0 if self.warms_up else min(warmed, 1.0))
 
     def update(self, step: int, sizes: Sizes | None, rate: float, scheduled: float) -> str:
         """Take in a step; what happened, in plain English, or nothing.
@@ -174,7 +183,12 @@ class Level:
                 f"{self.lr * self.last / self._weights:.1%}"
             )
         if self.follows_hint:
-            return ""
+            if self.lr >= self.peak:
+                return ""
+            return (
+                f"the schedule is approached from {self.lr:.3g} instead of {self.peak:.3g}, which the size of the "
+                f"updates suggests, and is followed as it is from step {math.ceil(APPROACH * self.warm_steps)} on"
+            )
         return (
             f"the schedule's peak of {self.peak:.3g} is {self.peak / self.lr:.2g} times the learning rate that the "
             f"size of the updates suggests, {self.lr:.3g}; the schedule is followed from there"
