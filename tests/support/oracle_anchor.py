@@ -112,7 +112,8 @@ class Found(NamedTuple):
 
     def share(self, num_steps: int, warm: int) -> float:
         """Of the scale, in the step that makes it ``num_steps``: a line, then a constant factor a step."""
-        return (min(num_steps / warm, 1.0) if self.rises else 1.0) * self.below ** between(-num_steps, -3 * warm, -warm)
+        rising = min(num_steps / warm, 1.0) if self.rises else 1.0
+        return rising * math.exp(math.log(self.below) * between(-num_steps, -3 * warm, -warm))
 
 
 def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Found:

@@ -116,7 +116,7 @@ class Level:
             return 1.0
         warmed, first = (step + 1) / self.warm_steps, self.lr / self.peak if self.follows_hint else 1.0
         left = min(max((APPROACH - warmed) / (APPROACH - 1), 0.0), 1.0)
-        return first**left * (1.0 if self.warms_up else min(warmed, 1.0))
+        return float(first**left) * (1.0 if self.warms_up else min(warmed, 1.0))
 
     def update(self, step: int, sizes: Sizes | None, rate: float, scheduled: float) -> str:
         """Take in a step; what happened, in plain English, or nothing.
