@@ -70,6 +70,8 @@ OPTIMIZERS: dict[str, Make] = {
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["Muon"] = _by_name("Muon")
 MODELS = ("frozen", "from zero", "tied", "clipped", "bfloat16", "1:10", "10:1, each", "joined")
+# Of the two guesses at an update the first is far too low; the first step moves biases of 0, but by less than rounding.
+FAR_FROM_A_GUESS = (("SGD", "tiny gradients"), ("Adam", "huge gradients"))
 
 
 class _Task:
@@ -89,6 +91,10 @@ class _Task:
         if kind == "bfloat16":
             self.model.bfloat16()
         self.clipped = kind == "clipped"
+        self.factor = {"tiny gradients": 1e-6, "huge gradients": 1e6}.get(kind, 1.0)
+        if self.factor != 1:
+            for layer in layers:
+                nn.init.zeros_(layer.bias)
         groups: Any = list(self.model.parameters())
         if kind.startswith(("1:10", "10:1")):
             groups = [{"params": groups[:2]}, {"params": groups[2:], "lr": lr * (10 if kind == "1:10" else 0.1)}]
@@ -106,7 +112,7 @@ class _Task:
         first = next(self.model.parameters())
         x = torch.randn(16, 4, generator=g).to(first.dtype)
         self.optimizer.zero_grad()
-        loss = nn.functional.mse_loss(self.model(x), x.sin() + 1)
+        loss = self.factor * nn.functional.mse_loss(self.model(x), x.sin() + 1)
         torch.autograd.backward(loss)
         if self.clipped:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
@@ -120,7 +126,9 @@ class _Task:
         return [{**record.as_dict(), "converge_s": 0.0} for record in self.scheduler.history]
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, "") for name in OPTIMIZERS), *(("Adam", k) for k in MODELS)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "") for name in OPTIMIZERS), *(("Adam", k) for k in MODELS), *FAR_FROM_A_GUESS]
+)
 def test_runs_from_anywhere_are_the_same_run(name: str, kind: str) -> None:
     first, *others = (_Task(OPTIMIZERS[name], lr, kind) for lr in STARTS)
     for other in others:

@@ -60,6 +60,16 @@ class Sizes(NamedTuple):
     gradient: float
     num: float
 
+    @property
+    def floored(self) -> float:
+        """The size that the weights count with."""
+        return max(self.weights, SMALLEST * math.sqrt(self.num))
+
+    @property
+    def is_measurable(self) -> bool:
+        """Whether the update is more than rounding."""
+        return math.isfinite(self.update) and self.update > MEASURABLE * self.floored
+
 
 class Level:
     """Finds the scale at which a run starts.
@@ -154,7 +164,7 @@ class Level:
         if self.num_tries >= MAX_TRIES:
             self.gave_up, self.scale = True, self.given
             return
-        weights = math.nan if sizes is None else _size_of_weights(sizes)
+        weights = math.nan if sizes is None else sizes.floored
         if sizes is None or not (0 < sizes.gradient < math.inf and 0 < weights < math.inf):
             return
         # Of the two sizes that an update may have per unit of learning rate, the larger one first: at most the square
@@ -168,11 +178,10 @@ class Level:
     def _measure(self, sizes: Sizes | None, rate: float) -> None:
         if sizes is None or self.done or not rate > 0:
             return
-        weights = _size_of_weights(sizes)
-        if math.isfinite(sizes.update) and sizes.update > MEASURABLE * weights:
+        if sizes.is_measurable:
             self.last = _bounded(sizes.update / rate)
             self.largest = max(self.largest, self.last)
-            self._weights = weights
+            self._weights = sizes.floored
 
     def _say(self) -> str:
         if self.gave_up:
@@ -221,10 +230,6 @@ class Level:
         """Continue from a state that has been checked."""
         for name in vars(self):
             setattr(self, name, state[name])
-
-
-def _size_of_weights(sizes: Sizes) -> float:
-    return max(sizes.weights, SMALLEST * math.sqrt(sizes.num))
 
 
 def _bounded(value: float) -> float:

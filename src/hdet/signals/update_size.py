@@ -82,8 +82,9 @@ class UpdateSize(Signal):
         found = replicas.sum_(self._measured(replicas.device)).cpu().tolist()
         if not math.isnan(found[0]):
             weights, update, gradient, num = found
-            self._wants_gradient = not update > 0  # what it is for: to guess an update that was not seen yet
             self._found = Sizes(math.sqrt(weights), _root(update), _root(gradient), num)
+            # What it is for: to guess the size of an update, until one was more than rounding.
+            self._wants_gradient = not self._found.is_measurable
 
     def drain(self) -> Reading:
         found = Reading(sizes=self._found)
