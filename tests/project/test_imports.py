@@ -30,7 +30,7 @@ ROOMS = (
     {"policy"},
     {"controllers"},
     {"launch", "notices", "frozen"},
-    {"checks"},
+    {"checks", "reference", "reference_paper"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 NUMBERS = ("policy", "controllers", "history", "checks")

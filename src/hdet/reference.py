@@ -1,0 +1,249 @@
+"""AutoLR for one model, slow and in one file: read it from top to bottom to learn the method.
+
+It is used like ``hdet.AutoLR(optimizer, total_steps=N)``, and tests hold the two equal, step by step. In each step
+
+    learning rate = schedule x warm-up x level x scale
+
+Schedule and warm-up are known beforehand. The *level* follows from the size of the first updates (Eq. 16). The *scale*
+starts at 1, and moves after each round of T steps by what rounds have shown (Eq. 17). Broken rounds are undone.
+
+Left out: schedules of the user's own, runs of unknown length, replicas, checkpoints, buffers in a rollback, a limit on
+rollbacks, weights that never move; and models above ten million parameters, of which the library samples a share.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from itertools import pairwise
+from statistics import fmean, median, stdev
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import Optimizer
+
+
+class AutoLR:
+    """What is measured in a step, and what happens at the end of a round."""
+
+    def __init__(self, optimizer: Optimizer, total_steps: int) -> None:
+        self.optimizer, self.total_steps, self.num_steps = optimizer, total_steps, 0
+        self.parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+        # The learning rates that were given say how param groups compare, and nothing else.
+        self.ratios = [group["lr"] / optimizer.param_groups[0]["lr"] for group in optimizer.param_groups]
+        self.interval = min(max(total_steps // 100, 4), 50)  # T
+        self.warm_steps = min(max(int(0.06 * total_steps), 1), 500)
+        self.hold_from = 0.7 * total_steps  # the decay begins, and the scale holds still
+        self.delta = 0.02 * min(math.sqrt(max(200 / total_steps, 1.0)), 2.0)  # in a short run a step has to do more
+        self.level, self.largest = 1e-12, 0.0  # the first step shows the gradient, and moves next to nothing
+        self.searching, self.scale, self.fallen = True, 1.0, 0.0  # while searching for the level, a step is a round
+        self.losses, self.samples, self.first_losses = list[float](), list[float](), list[float]()  # of steps
+        self.rounds: list[tuple[float, float, float]] = []  # slope, its variance, and loss of each since the anchor
+        self.num_forgotten = 0  # of these, the slopes do not count any more: a round was undone since
+        self.guard, self.anchor = Guard(self.interval), self.theta()
+        self.proven = self.last = self.theta_and_state()
+        optimizer.register_step_pre_hook(lambda *_: self.before_step())
+        self.write_lrs()
+
+    def write_lrs(self) -> None:
+        """Up to the level along a line, once it is known; constant; down to zero along a line."""
+        schedule = min(1.0, (self.total_steps - self.num_steps) / (0.3 * self.total_steps))
+        warmup = min((self.num_steps + 1) / self.warm_steps, 1.0) if self.largest else 1.0
+        for group, ratio in zip(self.optimizer.param_groups, self.ratios, strict=True):
+            group["lr"] = ratio * schedule * warmup * self.level * self.scale
+
+    def before_step(self) -> None:
+        """Sample the slope: gradients are in place, and the weights have not moved."""
+        self.before, self.gradient = self.theta(), parameters_to_vector([p.grad for p in self.parameters])
+        # With a learning rate h times as high since the anchor A, the weights would be at A + h (theta - A), to first
+        # order. So <g, theta - A> is the derivative of the loss over log h at h = 1: positive, a lower one was better.
+        self.samples.append(float(self.gradient @ (self.before - self.anchor)))
+
+    def step(self, loss: Tensor) -> None:
+        """After each step of the optimizer."""
+        self.losses.append(loss.item())
+        self.num_steps += 1
+        if self.searching or self.num_steps % self.interval == 0 or self.num_steps == self.total_steps:
+            self.end_round(fmean(self.losses))
+            self.losses, self.samples = [], []
+        self.write_lrs()
+
+    def end_round(self, loss: float) -> None:
+        """Measure the level; undo the round, or move the scale."""
+        step, searching, warm_until = self.num_steps, self.searching, max(self.warm_steps, 4)
+        update = self.theta() - self.before  # of the last step
+        if step - len(self.losses) < warm_until:
+            self.measure_level(update)
+        self.searching = not self.largest or step < 4
+        if not searching and self.guard.is_broken(loss if update.isfinite().all() else math.nan):
+            self.restore()
+            self.scale, self.num_forgotten = 0.5 * self.scale, len(self.rounds)
+        elif not searching:
+            if step <= self.hold_from:
+                self.adapt(loss, float(update.norm() / self.before.norm()), in_warmup=step < warm_until)
+            if not self.guard.num_lost:  # a round in doubt is never returned to
+                self.proven, self.last = self.last, self.theta_and_state()
+        self.first_losses = [*self.first_losses, loss][:4]
+        if step == 4:  # the loss before training, and how far those of batches are apart
+            self.start = fmean(self.first_losses)
+            self.noise = max(stdev(self.first_losses), 1e-3 * abs(self.start))
+            self.guard.expect(self.start, 2 * self.noise)  # four losses know their own noise badly
+
+    def measure_level(self, update: Tensor) -> None:
+        """Eq. 16: level x (largest + 2 last) = delta |theta|. Updates of one size are then delta / 3 of the weights."""
+        root = math.sqrt(len(update))
+        size = max(float(self.before.norm()), 1e-3 * root)  # weights that start from zero have no size of their own
+        if update.norm() > 1e-6 * size:  # less is lost in rounding
+            # Updates per unit of learning rate. Adam's first is a sign, and those that follow shrink as noise averages
+            # out; Lion's all are signs; those of momentum grow. So the last one counts twice beside the largest.
+            last = float(update.norm()) / self.optimizer.param_groups[0]["lr"]
+            self.largest = max(self.largest, last)
+            self.level = self.delta * size / (self.largest + 2 * last)
+        elif not self.largest:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
+            aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
+            self.level = next((aim for aim in aims if aim > self.level), 100 * self.level)
+
+    def adapt(self, loss: float, update: float, *, in_warmup: bool) -> None:
+        """Eq. 17: the scale rises where the slope supports it or progress has earned it, and falls where neither."""
+        step, num, done = self.num_steps, len(self.losses), self.num_steps / self.hold_from
+        b, z = self.smoothed_slope(loss)
+        fall, fall_error = self.start - loss, self.noise * math.sqrt(1 / 4 + 1 / num)  # P, since the first step
+        e = elasticity(b, fall, fall_error)
+        progress, cost, late_slope, late_z, jump = look_back(self.rounds)
+        dtau = min(math.log(step / max(step - num, 1)), 0.7)  # moves go by the logarithm of the time
+        # Optimism: noise is a cost that the decay will remove, so z up to z0 is not held against a rise, less so late
+        # in the run. Progress has to earn it.
+        z0 = 2.5 - 1.5 * done
+        rise = 2 * dtau * clip((z0 - z) / z0) * clip((progress - 3) / 7)
+        supported = z < -2 and e < 0
+        if supported and (z < -4 or progress >= 3):
+            rise += 2 * dtau * math.log((1 + e / 2) / (1 + e))  # how many times too short the path is, on a parabola
+            if e < -0.8:  # the loss is linear along the whole path: nothing limits the rate yet
+                rise = max(rise, 0.3 * clip((-z - 4) / 6))
+        if e >= -0.8:  # not beyond updates of 0.8% of the weights early, 2% late: damage of the first steps stays
+            bound = 0.008 * 2.5 ** clip((done - 0.1) / 0.6)
+            rise *= clip((bound - update) / (0.3 * bound))
+        rise *= 1 - clip((cost - 0.3) / 0.3)
+        move = 0.0 if in_warmup or jump > 2 else min(rise, 0.3)
+        if progress < 1 and not supported and not in_warmup and self.scale > (0.03 if progress < -3 else 0.3):
+            move = min(move, -0.1 * min(1 - progress, 1.0))  # the loss stands still, or rises
+        e = max(e if z > 4 else 0.0, elasticity(late_slope, fall, fall_error) if late_z > 2 else 0.0)
+        if e > 0.25:  # the path is too long, since the anchor or of late
+            move = min(move, -min(2 * dtau * math.log((1 + e) / (1 + e / 2)), 0.2))
+        if cost > 2:
+            move = min(move, -min(2 * dtau * min(cost - 2, 1.0), 0.2))
+        self.scale *= math.exp(move)
+        # A lower rate does not bring back what an overshoot has displaced: seen from the old anchor it would look too
+        # high for ever. After a fall by e^2 the path is measured from here.
+        self.fallen = max(self.fallen - move, 0.0)
+        if self.fallen >= 2:
+            self.anchor, self.rounds, self.num_forgotten, self.fallen = self.theta(), [], 0, 0.0
+
+    def smoothed_slope(self, loss: float) -> tuple[float, float]:
+        """The mean of the rounds' slopes, of which each counts half of the next; and the same in standard errors."""
+        slope, (usual, usual_variance) = fmean(self.samples), smoothed(self.rounds[self.num_forgotten :])
+        if len(self.samples) == 1:  # cannot tell its own error; how far it is from those before can
+            variance = (slope - usual) ** 2
+        elif (variance := stdev(self.samples) ** 2 / len(self.samples)) > (bound := 9 * usual_variance) > 0:
+            # A round that has almost broken must not hide, by its error, what the next ones show.
+            slope, variance = usual + (slope - usual) * math.sqrt(bound / variance), bound
+        self.rounds.append((slope, variance, loss))
+        b, variance = smoothed(self.rounds[self.num_forgotten :])
+        return b, b / math.sqrt(variance / 3)  # weighted so, rounds have a third of one round's variance
+
+    def theta(self) -> Tensor:
+        return parameters_to_vector(self.parameters).detach()
+
+    def theta_and_state(self) -> tuple[Tensor, dict[str, Any]]:
+        return self.theta(), copy.deepcopy(self.optimizer.state_dict()["state"])
+
+    def restore(self) -> None:
+        """Go back to where the last healthy round has *started*: its last steps may have broken the model."""
+        self.last = self.proven
+        vector_to_parameters(self.proven[0].clone(), self.parameters)
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": copy.deepcopy(self.proven[1])})
+
+
+def smoothed(rounds: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """Means of slope and variance, in which each round counts half of the next."""
+    weights = [0.5**age for age in range(len(rounds))][::-1]
+    slope, variance = (sum(w * row[i] for w, row in zip(weights, rounds, strict=True)) for i in (0, 1))
+    return slope / max(sum(weights), 1.0), variance / max(sum(weights), 1.0)
+
+
+def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, float, float, float]:
+    """What the rounds since the anchor show together, once there are eight.
+
+    Progress q: the fall of the loss from the third eighth to the last quarter, in standard errors. Cost: the slope of
+    the last quarter over the gain. That slope, the same in standard errors, and the jump of the last loss.
+    """
+    stride = 1  # rounds of a row: there are never more than 127 rows
+    while len(rounds) // stride >= 128:
+        stride *= 2
+    if (num := len(rounds) // stride) < 8:
+        return 2.0, 0.0, 0.0, 0.0, 0.0  # neither progress nor a standstill
+    slopes, _, losses = torch.tensor(rounds[: num * stride], dtype=torch.float64).view(num, stride, 3).mean(1).T
+    half, late, slopes = losses[int(0.375 * num) : num // 2], losses[int(0.75 * num) :], slopes[int(0.75 * num) :]
+    # Noise is what a trend does not explain of three losses in a row; few of them tell little.
+    bends = losses[num // 2 :].diff(2).square() / 6
+    deviation = float(bends.mean().sqrt()) * (1 + 2 / len(bends))
+    drop, noise = float(half.mean() - late.mean()), deviation * math.sqrt(1 / len(late) + 1 / len(half))
+    slope, error = float(slopes.mean()), math.sqrt(slopes.diff().square().mean() / 2 / len(slopes))
+    gain = max(drop, noise) / math.log(2)  # while the time grows e-fold: between the two it has doubled
+    cost = min(slope, max(slope - 2 * error, 0.0)) / gain
+    return drop / noise, cost, slope, slope / error, float(losses[-1] - losses[-2]) / (math.sqrt(2) * deviation)
+
+
+def elasticity(slope: float, fall: float, error: float) -> float:
+    """E = b / P: -1 if the loss is linear along the path, 0 if a longer one gains nothing, more if it costs."""
+    if slope < 0:  # where P is lost in noise, a line is not excluded
+        return max(slope / max(fall - 2 * error, -slope), -0.98)
+    return min(slope / max(fall, error), 10.0)
+
+
+def clip(share: float) -> float:  # noqa: D103
+    return min(max(share, 0.0), 1.0)
+
+
+class Guard:
+    """Tells a broken round by its loss."""
+
+    def __init__(self, interval: int) -> None:
+        self.max_lost = max(math.ceil(16 / interval), 2)
+
+    def expect(self, first: float, noise: float, *recent: float) -> None:
+        """Begin: the loss before training, how far batches are apart, and losses of rounds since."""
+        self.first, self.noise, self.recent, self.lowest = first, noise, list(recent), math.inf
+        self.num_lost = self.num_strikes = 0
+
+    def is_broken(self, loss: float) -> bool:
+        broken = not math.isfinite(loss) or loss > self.limit()
+        if not broken:
+            # Back near the first loss for 16 steps, all is lost; for fewer, momentum may have carried it there.
+            progress = self.first - self.lowest
+            is_lost = progress > 10 * self.noise and loss > self.first - 0.1 * progress
+            self.num_lost = self.num_lost + 1 if is_lost else 0
+            broken = self.num_lost >= self.max_lost
+        self.num_strikes = self.num_strikes + 1 if broken else 0
+        if self.num_strikes > 3 and math.isfinite(loss):  # going back does not help: the data have changed
+            self.expect(loss, math.nan, loss)
+        elif not broken and not self.num_lost:
+            self.recent = [*self.recent, loss][-16:]
+            self.lowest = min(self.lowest, median(self.recent[-5:])) if len(self.recent) > 1 else math.inf
+        return self.num_strikes > 0
+
+    def limit(self) -> float:
+        """A loss above has jumped."""
+        if not self.recent:
+            return math.inf
+        usual, lowest = median(self.recent[-5:]), min(self.recent)
+        size = max(abs(usual), abs(self.first))
+        if len(self.recent) < 5:  # too few to know what is usual
+            room = max(0.35 * (self.first - lowest), 2.5 * self.noise)
+            return usual + 2 * size if math.isnan(self.noise) else lowest + room
+        steps = [b - a for a, b in pairwise(self.recent)]
+        trend = median(steps)  # a loss that falls fast must not hide one that jumps
+        sigma = math.sqrt(sum((step - trend) ** 2 for step in steps) / (len(steps) - 1))
+        return usual + max(0.1 * (self.first - usual), 5 * (1 + 4 / len(steps)) * sigma, 1e-3 * size)
