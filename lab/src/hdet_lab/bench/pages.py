@@ -195,10 +195,12 @@ def _facts(records: Sequence[Record]) -> list[str]:
     for record in records:
         for fact in record.facts:
             device = ", ".join(fact["hardware"]["gpus"]) or fact["hardware"]["cpu"]
-            commit = (fact["git_commit"] or "unknown")[:10]
-            rows.append([record.name, device, f"torch {fact['torch']}", commit, fact["data_sha256"][:12],
+            commit = fact["git_commit"] or "unknown"
+            commit = commit[:10] + (", with changes" if commit.endswith("+") else "")
+            of = ", ".join(LABELS.get(method, method) for method in fact.get("methods", ["others"]))
+            rows.append([record.name, of, device, f"torch {fact['torch']}", commit, fact["data_sha256"][:12],
                          f"{fact['num_parameters']:,}", str(fact["batch_rows"])])  # fmt: skip
-    heads = ["task", "device", "version", "commit", "data (SHA-256)", "parameters", "batch"]
+    heads = ["task", "methods", "device", "version", "commit", "data (SHA-256)", "parameters", "batch"]
     return table(heads, rows)
 
 

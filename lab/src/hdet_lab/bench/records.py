@@ -24,7 +24,8 @@ class Record:
 
     Attributes:
         name, half, task, optimizer, steps: of the entry.
-        facts: versions, commit, hardware and data of each method's runs, as one list without repetition.
+        facts: versions, commit, hardware and data, each with the ``methods`` whose runs it is of (all but those that
+            others name, where it names none).
         methods: method to its runs, as written; ``loss`` is infinite where a run broke.
         defaults: method to schedule and learning rate chosen on half A.
         seconds: method to how long all its runs took.
@@ -67,13 +68,25 @@ def load(folder: Path) -> list[Record]:
 
 
 def gather(out: Path, folder: Path) -> None:
-    """Write the record of every entry that has files in ``out``, besides those that ``folder`` has of others."""
+    """Write the record of every entry that has files in ``out``; methods without a file there stay as they are."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in BY_NAME:
         paths = sorted((out / name).glob("*.json"))
         if paths:
-            record = _merge([json.loads(path.read_text()) for path in paths])
-            (folder / f"{name}.json").write_text(_text(record))
+            record, kept = _merge([json.loads(path.read_text()) for path in paths]), folder / f"{name}.json"
+            if kept.exists():
+                record = _updated(json.loads(kept.read_text()), record)
+            kept.write_text(_text(record))
+
+
+def _updated(record: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A record with the methods of a newer one in place of its own; a fact names the methods it is of."""
+    for fact in record["facts"]:
+        if "methods" in fact:
+            fact["methods"] = [method for method in fact["methods"] if method not in new["methods"]]
+    facts = [fact for fact in record["facts"] if fact.get("methods", True)] + new["facts"]
+    parts = {key: {**record[key], **new[key]} for key in ("methods", "defaults", "seconds")}
+    return {**record, "facts": facts, **parts}
 
 
 def _merge(files: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,7 +98,11 @@ def _merge(files: list[dict[str, Any]]) -> dict[str, Any]:
         method = file["config"]["method"]
         for known in file["facts"]:
             fact = {key: known[key] for key in FACTS if key in known}
-            facts += [] if fact in facts else [fact]
+            same = next((each for each in facts if {**each, "methods": 0} == {**fact, "methods": 0}), None)
+            if same is None:
+                facts.append({**fact, "methods": [method]})
+            elif method not in same["methods"]:
+                same["methods"].append(method)
         methods[method] = list(_compact(method, file["runs"]))
         defaults |= file["defaults"]
     first = {"name": config["entry"], **{key: config[key] for key in ("half", "task", "optimizer", "steps")}}
