@@ -1,0 +1,111 @@
+"""When validation losses count as having turned."""
+
+from __future__ import annotations
+
+import json
+import math
+from statistics import fmean
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hdet.policy.evaluations import MAX_KEPT, Evaluations, have_turned
+
+
+def slow_turned(losses: list[float]) -> bool:
+    """The rule, read from its description."""
+    num = len(losses)
+    length = max(num // 4, 2)
+    if num < 2 * length + 1:
+        return False
+    stretches = [losses[i : i + length] for i in range(num - length + 1)]
+    best, last = min(map(fmean, stretches[: num - 2 * length + 1])), fmean(stretches[-1])
+    second = np.diff(losses[num // 4 :], 2)
+    noise = max(math.sqrt(np.mean(second**2) / 6), 0.005 * abs(best))
+    lowest = min(losses[: num - length])
+    return lowest < losses[0] and min(losses[num - length :]) > lowest and last - best > 2 * noise * (2 / length) ** 0.5
+
+
+def turned_at(losses: list[float]) -> int | None:
+    run = Evaluations()
+    told = [step for step, loss in enumerate(losses, 1) if run.add(step, loss)]
+    assert told == ([] if run.turned_at is None else [run.turned_at])  # once
+    return run.turned_at
+
+
+@given(st.lists(st.floats(0.1, 3), max_size=40))
+def test_it_is_the_slow_version(losses: list[float]) -> None:
+    assert have_turned(losses) == slow_turned(losses)
+
+
+def test_losses_that_overfit_have_turned() -> None:
+    """A table of 442 rows, every 25 steps."""
+    losses = [0.584, 0.521, 0.537, 0.546, 0.543, 0.596, 0.561, 0.704, 0.643, 0.884]
+    assert turned_at(losses) == 5
+    assert turned_at([0.584, 0.521, 0.537, 0.53, 0.517, 0.525, 0.53, 0.51, 0.52]) is None
+
+
+def test_noise_rarely_turns() -> None:
+    """Of losses that stand still, where the decay may as well begin; and hardly ever where they fall."""
+    rng = np.random.default_rng(0)
+    steps = np.arange(1, 31)
+    rates = [
+        fmean(turned_at((trend + 0.03 * rng.normal(size=30)).tolist()) is not None for _ in range(200))
+        for trend in (1 + 1 / steps, 1 + 1 / steps - 0.01 * steps)
+    ]
+    assert rates[0] < 0.25
+    assert rates[1] < 0.02
+
+
+def test_losses_that_never_fell_have_not_turned() -> None:
+    """An accuracy, say: lower is not better."""
+    assert turned_at([0.1 + 0.04 * i for i in range(20)]) is None
+
+
+def test_three_evaluations_are_too_few() -> None:
+    assert turned_at([1.0, 0.5, 2.0]) is None
+    assert turned_at([1.0, 0.5, 0.52, 2.0, 2.1]) == 5
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60))
+def test_every_float(losses: list[float]) -> None:
+    run = Evaluations()
+    for step, loss in enumerate(losses):
+        run.add(step, loss)
+    assert all(math.isfinite(loss) for loss in run.losses)
+
+
+def test_a_long_run_is_thinned() -> None:
+    run = Evaluations()
+    for step in range(5 * MAX_KEPT):
+        run.add(step, 1 + 1 / (step + 1))
+    assert len(run.steps) == len(run.losses) <= MAX_KEPT
+    assert run.best_step == 5 * MAX_KEPT - 1
+
+
+def test_it_continues_from_its_state() -> None:
+    losses = [0.584, 0.521, 0.537, 0.546, 0.543, 0.596, 0.561, 0.704]
+    whole, run = Evaluations(), Evaluations()
+    for step, loss in enumerate(losses):
+        run = Evaluations.from_state(json.loads(json.dumps(run.state_dict())))
+        assert run.add(step, loss) == whole.add(step, loss)
+    assert run.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"steps": [1]}, "losses must be 1 finite numbers"),
+        ({"losses": [1.0, math.nan]}, "losses must be 2 finite numbers"),
+        ({"turned_at": -1}, "turned_at must be an integer >= 0"),
+        ({"steps": [0] * 600, "losses": [0.0] * 600}, "evaluations must be at most 512"),
+    ],
+)
+def test_a_bad_state(change: dict[str, object], said: str) -> None:
+    run = Evaluations()
+    run.add(1, 1.0)
+    run.add(2, 0.5)
+    with pytest.raises(ValueError, match=said):
+        Evaluations.from_state({**run.state_dict(), **change})
