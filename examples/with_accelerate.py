@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hdet import Adapt, AutoLR
+from hdet import AutoLR, Ensemble
 from hdet.integrations.accelerate import HDETScheduler
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -19,7 +19,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 64)
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-scheduler = HDETScheduler(accelerator, AutoLR(schedule, signal="loss", adapt=Adapt(spread=0.2), interval=4))
+scheduler = HDETScheduler(accelerator, AutoLR(schedule, ensemble=Ensemble(spread=0.2), interval=4))
 
 for inputs, labels in loader:
     with accelerator.accumulate(model):

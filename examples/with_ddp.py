@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hdet import Adapt, AutoLR
+from hdet import AutoLR, Ensemble
 
 STEPS = 200
 
@@ -14,7 +14,7 @@ torch.manual_seed(0)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-scheduler = AutoLR(schedule, model=model, signal="loss", adapt=Adapt(spread=0.2), interval=4)
+scheduler = AutoLR(schedule, model=model, ensemble=Ensemble(spread=0.2), interval=4)
 
 data = torch.Generator().manual_seed(dist.get_rank())  # each replica sees its own part of the data
 for _step in range(STEPS):

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import Adapt, AutoLR
+from hdet import AutoLR, Ensemble
 
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-settings = {"signal": "loss", "adapt": Adapt(spread=0.2), "interval": 4}
+settings = {"ensemble": Ensemble(spread=0.2), "interval": 4}
 engine, *_ = deepspeed.initialize(
     model=model,
     optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),

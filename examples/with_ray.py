@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hdet import Adapt, AutoLR
+from hdet import AutoLR, Ensemble
 
 STEPS = 100
 
@@ -20,7 +20,7 @@ def train_loop_per_worker() -> None:
     model = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)))  # in DDP
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    scheduler = AutoLR(schedule, model=model, signal="loss", adapt=Adapt(spread=0.2), interval=4)
+    scheduler = AutoLR(schedule, model=model, ensemble=Ensemble(spread=0.2), interval=4)
 
     data = torch.Generator().manual_seed(dist.get_rank())  # each replica sees its own part of the data
     for step in range(1, STEPS + 1):

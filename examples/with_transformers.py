@@ -5,7 +5,7 @@ import tempfile
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from hdet import Adapt
+from hdet import Ensemble
 from hdet.integrations.transformers import HDETTrainerCallback
 
 torch.manual_seed(0)
@@ -32,7 +32,7 @@ with tempfile.TemporaryDirectory() as folder:
         dataloader_pin_memory=False,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=samples, eval_dataset=samples[:32])
-    callback = HDETTrainerCallback.attach(trainer, interval=2, signal="loss", adapt=Adapt(spread=0.2))
+    callback = HDETTrainerCallback.attach(trainer, interval=2, ensemble=Ensemble(spread=0.2))
     trainer.train()
     if trainer.is_world_process_zero():
         losses = [round(entry["eval_loss"], 3) for entry in trainer.state.log_history if "eval_loss" in entry]

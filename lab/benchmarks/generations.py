@@ -28,11 +28,11 @@ from torch import Tensor
 
 from hdet import __version__
 from hdet.checks import FloatArray
-from hdet.controllers import JointController
 from hdet.controllers.base import Evidence
-from hdet.controllers.valley import ValleyController
-from hdet.schedulers._horizon import PATIENCE
-from hdet.weights.outer import OuterStep
+from hdet.ensemble.controllers import JointController
+from hdet.ensemble.controllers.valley import ValleyController
+from hdet.ensemble.generations import PATIENCE
+from hdet.ensemble.outer import Fittest
 from hdet_lab.models.gpt import GPT
 from hdet_lab.models.mlp import MLP
 from hdet_lab.runs import provenance
@@ -241,7 +241,7 @@ def train(task: Task, data: Data, runs: list[dict[str, Any]], device: str) -> li
                 count, sums = tails.pop(i, (1, {name: p[mine] for name, p in weights.items()}))
                 losses = evaluate({name: each / count for name, each in sums.items()}, values[mine], held_out)
                 if learner.long:
-                    shares = OuterStep("fittest").shares(losses, np.ones(N, dtype=bool))
+                    shares = Fittest().shares(losses, np.ones(N, dtype=bool))
             if is_last or learner.run["kind"] != "fixed" or at == 0:
                 average(weights, moments if learner.long else [], mine, shares)
             if learner.run["kind"] != "fixed" and not is_last:

@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from hdet import Adapt, AutoLR, Averaging, Explorer, Faults, knobs
+from hdet import Adapt, AutoLR, Averaging, Ensemble, Explorer, Faults, knobs
 from hdet.launch import launch
 from hdet_lab.models.gpt import Attention
 from hdet_lab.tasks import load_task
@@ -101,7 +101,8 @@ def regression(run: Run) -> Run:
     explorer = None
     if is_explored:
         explorer = AutoLR(
-            schedule, model=wrapped, total_steps=steps, interval=interval, signal="loss", knobs=[knobs.WeightDecay()],
+            schedule, model=wrapped, total_steps=steps, interval=interval,
+            ensemble=Ensemble(spread=0.1, knobs=[knobs.WeightDecay()]),
             probe=lambda: loss_on(held_x, held_y), adapt=Adapt(start_steps=0),
         )  # fmt: skip
     for _ in range(steps):

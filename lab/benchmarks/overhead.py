@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Adapt, AutoLR, Copies, Faults, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Copies, Ensemble, Faults, OneCycleAutoLR
 from hdet.launch import launch
 from hdet.replicas import average as converge_module
 from hdet.replicas.average import mean_
@@ -134,8 +134,8 @@ def count_syncs(kind: str) -> int:
             enable_auto_lr=True, auto_lr_warmup_steps=0,
         )  # fmt: skip
     else:
-        signal: Any = kind
-        scheduler = AutoLR(OneCycleLR(optimizer, 1e-3, 1000), model=model, signal=signal, interval=200, adapt=STEADY)
+        apart = Ensemble(spread=0.1) if kind == "loss" else None
+        scheduler = AutoLR(OneCycleLR(optimizer, 1e-3, 1000), model=model, ensemble=apart, interval=200, adapt=STEADY)
     x = torch.randn(8, 64, device="cuda")
     num_steps = 0
     for step in range(1, 401):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hdet.checks import FloatArray
-from hdet.controllers import PaperController
 from hdet.controllers.base import Evidence
+from hdet.ensemble.controllers import PaperController
 from hdet.policy.spread import assign, multipliers
 from hdet_lab.recipes import PEAK_SHARE, make_optimizer, schedule_table
 from hdet_lab.stacked.engine import StackedModels

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hdet.checks import FloatArray
-from hdet.weights.outer import OuterStep
+from hdet.ensemble.outer import Nesterov, OuterStep, outer_step
 
 
 class Mean(Protocol):
@@ -66,5 +66,5 @@ def make_mean(name: str, start: Tensor) -> Mean:
         return Elastic(float(value or 0.9) / len(start), start)  # beta = N a = 0.9, as its authors have it
     if kind == "nesterov":
         lr, momentum = (float(each) for each in (value or "0.7,0.9").split(","))
-        return Outer(OuterStep("nesterov", lr=lr, momentum=momentum), start)
-    return Outer(OuterStep(kind), start)  # type: ignore[arg-type]
+        return Outer(Nesterov(lr=lr, momentum=momentum), start)
+    return Outer(outer_step(kind), start)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 
-from hdet import AutoLR, Averaging, Explorer, Faults
+from hdet import AutoLR, Averaging, Ensemble, Explorer, Faults
 from hdet.launch import launch
 from hdet.policy.quarantine import Quarantine, QuarantineState
 
@@ -46,8 +46,8 @@ def memory_curve(face: str, device: str, rounds: int, width: int = 500) -> list[
     interval = 2
     if face in ("gradient", "loss"):
         plain = ConstantLR(optimizer, 1.0)
-        signal: Any = face
-        scheduler: AutoLR | Explorer = AutoLR(plain, signal=signal, interval=interval, model=model)
+        apart = Ensemble(spread=0.1) if face == "loss" else None
+        scheduler: AutoLR | Explorer = AutoLR(plain, ensemble=apart, interval=interval, model=model)
     else:
         averaging = Averaging(outer="nesterov" if face == "nesterov" else "mean")
         scheduler = Explorer(model, optimizer, interval=interval, gradients="local", faults=Faults(quarantine=20),

@@ -25,7 +25,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import AutoLR, Faults
+from hdet import AutoLR, Ensemble, Faults
 from hdet.launch import launch
 from hdet_lab.models.gpt import GPT, Attention, next_token_loss
 
@@ -83,10 +83,10 @@ def measure(shape: dict[str, int], device: str, rounds: int, variants: list[str]
         torch.set_float32_matmul_precision("high")
     wraps: dict[str, Callable[[Any], Any] | None] = {
         "plain": None,
-        "gradient": lambda s: AutoLR(s, signal="gradient", interval=INTERVAL, faults=Faults(rollback=False)),
-        "gradient + rollback": lambda s: AutoLR(s, signal="gradient", interval=INTERVAL),
-        "gradient, T = 200": lambda s: AutoLR(s, signal="gradient", interval=200, faults=Faults(rollback=False)),
-        "loss": lambda s: AutoLR(s, signal="loss", interval=10**6, faults=Faults(rollback=False)),
+        "gradient": lambda s: AutoLR(s, interval=INTERVAL, faults=Faults(rollback=False)),
+        "gradient + rollback": lambda s: AutoLR(s, interval=INTERVAL),
+        "gradient, T = 200": lambda s: AutoLR(s, interval=200, faults=Faults(rollback=False)),
+        "loss": lambda s: AutoLR(s, ensemble=Ensemble(spread=0.1), interval=10**6, faults=Faults(rollback=False)),
     }
     trainers, memory, graphs = {}, {}, {}
     for name in variants:

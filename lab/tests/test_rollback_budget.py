@@ -17,7 +17,7 @@ from hdet import AutoLR, Faults
 from hdet.policy.rollback import CUT, RECOVERY, Budget
 from hdet_lab.stacked.run import Run
 from hdet_lab.stacked.steered import MAX_ROLLBACKS, Steered
-from options import grouped
+from options import with_ensemble
 
 T = 3
 STABLE = (1e-3, 1.0)
@@ -41,7 +41,7 @@ class _Small:
         self.optimizer: Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         schedule = ConstantLR(self.optimizer, 1.0)
         self.scheduler = AutoLR(
-            schedule, model=self.model, interval=T, total_steps=num_steps, **grouped(level=False, **options)
+            schedule, model=self.model, interval=T, total_steps=num_steps, **with_ensemble(level=False, **options)
         )
 
     def round(self, *, broken: bool = False) -> None:

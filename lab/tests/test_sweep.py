@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from hdet import Adapt, AutoLR, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Ensemble, OneCycleAutoLR
 from hdet.launch import launch
 from hdet_lab.recipes import schedule_table
 from hdet_lab.stacked.run import Run
@@ -97,23 +97,21 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
             enable_auto_lr=True,
             loss_scale=run.controller["temperature"],
             model=model,
-            seed=run.seed,
+            ensemble=Ensemble(seed=run.seed),
         )
     none = run.schedule == "none"
     return AutoLR(
         optimizer if none else OneCycleLR(optimizer, run.lr, **schedule),
         total_steps=STEPS,
         model=model,
-        signal="gradient" if run.method == "gradient" else "loss",
         interval=run.interval,
         adapt=Adapt(
-            spread=run.spread,
             controller=run.make_controller(),
             start_steps=int((run.start or 0.0) * STEPS),
             hold_share=run.hold,
             level=run.level,
         ),
-        seed=run.seed,
+        ensemble=None if run.method == "gradient" else Ensemble(spread=run.spread, seed=run.seed),
     )
 
 

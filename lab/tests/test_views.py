@@ -77,7 +77,7 @@ def test_before_the_first_round_there_is_nothing_to_show(tmp_path: Path) -> None
 def test_a_history_that_was_cut_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make("AutoLR")
     monkeypatch.setattr(
-        scheduler._rounds.journal, "_records", type(scheduler._rounds.journal._records)(maxlen=3)
+        scheduler._run.history, "_records", type(scheduler._run.history._records)(maxlen=3)
     )  # as after 1000 rounds, of which a test has no time
     html = report(train(scheduler), tmp_path / "out.html").read_text()
     assert "The first 7 rounds are not in the records" in html

@@ -51,7 +51,7 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and abs(int(value)) <= LARGEST
 
 
-def whole(value: Any) -> int:
+def as_int(value: Any) -> int:
     """The value, or -2, below all that is asked for, where it is not an integer that can be counted to."""
     return int(value) if is_whole(value) else -2
 
@@ -90,9 +90,9 @@ def mapping_of(value: Any, name: str) -> Mapping[str, Any]:
 
 def whole_of(value: Any, name: str, low: int = 0) -> int:
     """An integer of at least ``low``."""
-    if whole(value) < low:
+    if as_int(value) < low:
         raise ValueError(f"{name} must be an integer >= {low}{_limit(value)}, but got {shown(value)}")
-    return whole(value)
+    return as_int(value)
 
 
 def flag_of(value: Any, name: str) -> bool:

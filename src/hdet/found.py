@@ -14,7 +14,7 @@ import numpy as np
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hdet.checks import mapping_of, numbers_of, require, shown, whole, whole_of
+from hdet.checks import as_int, mapping_of, numbers_of, require, shown, whole_of
 
 FORMAT = "hdet.Found 1"
 
@@ -84,7 +84,7 @@ class Found:
         groups = optimizer.param_groups
         if len(groups) != len(self.names):
             raise ValueError(f"optimizer must have {len(self.names)} param groups, but got one with {len(groups)}")
-        require(total_steps is None or whole(total_steps) >= 1, "total_steps", "None or an integer >= 1", total_steps)
+        require(total_steps is None or as_int(total_steps) >= 1, "total_steps", "None or an integer >= 1", total_steps)
         steps = np.array(self.steps, dtype=np.float64) - self.steps[0]
         if total_steps is not None:
             length = (self.total_steps or self.steps[-1]) - self.steps[0]

@@ -1,20 +1,28 @@
-"""One record a round: what every replica did, what it showed, what was decided."""
+"""One record a round: what every replica did, what it showed, what was decided; and the history made of them."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hdet.checks import FloatArray
-from hdet.policy.panel import KnobEvidence
-from hdet.policy.steering import Steering
-from hdet.policy.verdict import Verdict
+from hdet.checks import FloatArray, mapping_of, numbers_of, whole_of
+from hdet.notices import tell
+from hdet.policy.round import Verdict
+from hdet.policy.steering import KnobEvidence, Steering
 
 Numbers = tuple[float, ...]
+
+HISTORY_ROUNDS = 1000
+MAX_POINTS = 512
+"""Of the curve of learning rates."""
+WORSE = 2.0
+"""Standard errors, of both together, by which held-out loss has to be above its lowest to be called worse."""
 
 
 class HeldOut(NamedTuple):
@@ -22,7 +30,8 @@ class HeldOut(NamedTuple):
 
     Attributes:
         loss: on held-out data, in the round's samples; NaN where there was none.
-        slope: of that loss over the logarithm of all learning rates since the anchor: above 0, less would have done.
+        slope: of that loss over the logarithm of all learning rates since the anchor; positive where a lower learning
+            rate would have reduced the loss.
         standard_error: of the slope; NaN, like the slope, while there are fewer than three samples.
         z: their ratio; 0 while they are not known.
         mean: of the loss over about a dozen samples, the last of which count most; NaN while there are less than three.
@@ -142,7 +151,7 @@ class RoundRecord:
             ),
             base_values=tuple((schedule * steering.effective[groups]).tolist()),
             scales=tuple(steering.effective[: steering.num_lrs].tolist()),
-            control=dict(verdict.looked.lrs),
+            control=dict(verdict.control),
             unhealthy=tuple(np.flatnonzero(~verdict.finite).tolist()),
             quarantined=tuple(np.flatnonzero(verdict.quarantined).tolist()),
             num_rollbacks=verdict.num_rollbacks,
@@ -162,12 +171,121 @@ class RoundRecord:
 def _knob_records(
     verdict: Verdict, base: FloatArray, knobs: Mapping[str, Callable[[float], float]]
 ) -> dict[str, KnobRecord]:
-    looked = verdict.looked.knobs or (KnobEvidence(),) * len(knobs)
+    seen = verdict.knobs or (KnobEvidence(),) * len(knobs)
     return {
         name: KnobRecord(
             tuple(value_at(float(place[i])) for place in verdict.positions),
             value_at(float(base[i])),
-            *looked[i],
+            *seen[i],
         )
         for i, (name, value_at) in enumerate(knobs.items())
     }
+
+
+class Curve:
+    """Learning rates of each param group, at the ends of rounds. When it is full, every other point goes."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: list[list[float]] = []
+
+    def add(self, step: int, values: Sequence[float]) -> None:
+        for row in self.values:  # param groups may have joined
+            row += [math.nan] * (len(values) - len(row))
+        self.steps.append(step)
+        self.values.append(list(values))
+        if len(self.steps) > MAX_POINTS:
+            # The first and the last stay.
+            self.steps, self.values = self.steps[::2], self.values[::2]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": list(self.steps), "values": [list(row) for row in self.values]}
+
+    @staticmethod
+    def from_state(state: Any) -> Curve:
+        """ValueError or KeyError where the state cannot be used."""
+        state = mapping_of(state, "curve")
+        steps = numbers_of(state["steps"], "steps of the curve", None, low=0)
+        if len(steps) > MAX_POINTS + 1 or (steps[1:] <= steps[:-1]).any():
+            raise ValueError(f"steps of the curve must be at most {MAX_POINTS + 1} that rise, but got {len(steps)}")
+        found = Curve()
+        if len(steps):
+            width = len(state["values"][0]) if state["values"] else 0
+            values = numbers_of(state["values"], "values of the curve", len(steps), width, finite=False)
+            found.steps, found.values = [int(step) for step in steps], values.tolist()
+        return found
+
+
+class History:
+    """What a run has written down so far.
+
+    Attributes:
+        curve: the learning rates.
+        sinks: called with each record.
+        lowest: step, mean and standard error of the lowest mean held-out loss so far; None without a probe.
+        worse_since: that step, where the mean is above it beyond doubt by now; None where it is not.
+        resumed_from: where the next round is the first after a resume on another number of replicas, that of before.
+    """
+
+    def __init__(self) -> None:
+        self._records: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
+        self.curve = Curve()
+        self.sinks: list[Callable[[RoundRecord], object]] = []
+        self.lowest: tuple[int, float, float] | None = None
+        self.worse_since: int | None = None
+        self.resumed_from: int | None = None
+
+    @property
+    def records(self) -> list[RoundRecord]:
+        return list(self._records)
+
+    def say(self, verdict: Verdict, *, stacklevel: int) -> None:
+        """Tell the user what was done to the run."""
+        for message in verdict.messages:
+            warnings.warn(message, stacklevel=stacklevel)
+        if not verdict.messages and not verdict.go_back:  # rounds that are undone are warned of
+            for event in verdict.events:
+                tell(event)
+
+    def write(self, record: RoundRecord) -> None:
+        """A round has ended."""
+        self._records.append(record)
+        self.curve.add(record.step, record.base_values)
+        if record.held_out is not None and not math.isnan(record.held_out.loss + record.held_out.mean):
+            self._follow(record.step, record.held_out.mean, record.held_out.mean_error)
+        self.resumed_from = None
+        for sink in self.sinks:
+            sink(record)
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "curve": self.curve.state_dict(),
+            "worse_since": self.worse_since,
+            "lowest": list(self.lowest or ()),
+        }
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> History:
+        """A history without records; ValueError or KeyError where the state cannot be used."""
+        found = History()
+        found.curve = Curve.from_state(state["curve"])
+        worse = state.get("worse_since")  # older states have none
+        found.worse_since = None if worse is None else whole_of(worse, "worse_since")
+        if state.get("lowest"):
+            step, mean, error = numbers_of(state["lowest"], "lowest", 3).tolist()
+            found.lowest = (int(step), mean, error)
+        return found
+
+    def go_on_from(self, saved: History, resumed_from: int | None) -> None:
+        """Continue from what a state held; records and sinks stay."""
+        self.curve, self.worse_since, self.lowest = saved.curve, saved.worse_since, saved.lowest
+        self.resumed_from = resumed_from
+
+    def _follow(self, step: int, mean: float, error: float) -> None:
+        """A new mean of the held-out loss."""
+        if self.lowest is None or mean < self.lowest[1]:
+            self.lowest = (step, mean, error)
+        best, lowest, its_error = self.lowest
+        self.worse_since = best if mean - lowest > WORSE * math.hypot(error, its_error) else None

@@ -1,4 +1,4 @@
-"""Options of AutoLR, OneCycleAutoLR and Explorer that most runs leave alone, in four groups that check themselves."""
+"""Options of AutoLR, OneCycleAutoLR and Explorer that most runs leave alone, in three groups that check themselves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from hdet.checks import is_flag, number, require, require_one_of, shown, whole
+from hdet.checks import as_int, is_flag, number, require, require_one_of, shown
 from hdet.controllers import Controller
-from hdet.weights.outer import OuterKind, OuterStep, StatePolicy
 
 AnchorChoice = Literal["start", "round"] | int
 Groups = Literal["together", "each", "auto"]
@@ -18,7 +17,7 @@ Shape = Literal["free", "keep"]
 Device = torch.device | str | None
 
 
-class _Options:
+class Options:
     """What the groups have in common."""
 
     def facts(self) -> dict[str, str]:
@@ -36,18 +35,16 @@ class _Options:
 
 
 @dataclass(frozen=True)
-class Adapt(_Options):
+class Adapt(Options):
     """How base values adapt; passed as ``adapt=``.
 
-    A class refuses what it has no use for. OneCycleAutoLR takes ``bounds`` and ``assignment`` from here alone; its
-    spread is ``ensemble_lr_spread_ratio``. Explorer has no schedule to gate; the spread and the groups of its learning
-    rate are those of ``knobs.LearningRate``.
+    Explorer refuses what it has no use for: it has no schedule to gate, and the groups of its learning rate are those
+    of ``knobs.LearningRate``. OneCycleAutoLR has the paper's controller, and does not take this.
 
     Attributes:
         controller: what moves the base values; default a ``LevelController`` with the gradient signal, an
-            ``EvidenceController`` with the loss signal, in Explorer a ``JointController``. A ``PaperController`` gives
-            the paper's softmax.
-        spread: alpha in (0, 1) of the fan-out, with ``signal="loss"``.
+            ``EvidenceController`` where replicas compare losses, in Explorer a ``JointController``. A
+            ``PaperController`` gives the paper's softmax.
         anchor: from where effects are measured: the ``"start"`` of the run, the last ``"round"``, or renewed every so
             many rounds. A copy of the weights.
         groups: one scale for all param groups (``"together"``), or one for ``"each"``; or, with the gradient signal,
@@ -69,20 +66,14 @@ class Adapt(_Options):
         bounds: the scale stays inside, relative to where it starts.
         sample_every: steps between samples of the gradient signal; default every step, at most 64 a round; with more
             than ten million parameters every eighth step, or as often as four samples a round need.
-        assignment: how replicas share out the values of several knobs: ``"balanced"``, as orthogonal as their number
-            allows, or ``"permutation"``, the paper's independent permutations.
-        horizon: how far ahead a knob of Explorer's is judged. ``"short"``: by what it does within a round, whose
-            replicas are close together. ``"long"``: rounds are generations, a sixth of the run or so; replicas stand
-            over a wide window of one knob, and go on from the fittest by held-out loss. For what regularises.
 
     Example:
         >>> from hdet import Adapt
-        >>> Adapt(spread=0.2, groups="each").facts()["groups"]
+        >>> Adapt(groups="each").facts()["groups"]
         'each'
     """
 
     controller: Controller | None = None
-    spread: float = 0.1
     anchor: AnchorChoice = "start"
     groups: Groups = "together"
     level: bool | None = None
@@ -91,19 +82,16 @@ class Adapt(_Options):
     shape: Shape | None = None
     bounds: tuple[float, float] = (1e-12, 1e12)
     sample_every: int | None = None
-    assignment: Literal["balanced", "permutation"] = "balanced"
-    horizon: Literal["short", "long"] = "short"
 
     def __post_init__(self) -> None:
         methods = [callable(getattr(self.controller, name, None)) for name in ("init", "update")]
         if self.controller is not None and (not all(methods) or isinstance(self.controller, type)):
             raise TypeError(f"controller must have the methods init and update, but got {shown(self.controller)}")
-        require(0 < number(self.spread) < 1, "spread", "in (0, 1)", self.spread)
-        anchored = self.anchor in ("start", "round") if isinstance(self.anchor, str) else whole(self.anchor) >= 1
+        anchored = self.anchor in ("start", "round") if isinstance(self.anchor, str) else as_int(self.anchor) >= 1
         require(anchored, "anchor", '"start", "round" or a number of rounds >= 1', self.anchor)
         require_one_of("groups", self.groups, "together", "each", "auto")
         require(self.level is None or is_flag(self.level), "level", "None, True or False", self.level)
-        fine = self.start_steps is None or whole(self.start_steps) >= 0
+        fine = self.start_steps is None or as_int(self.start_steps) >= 0
         require(fine, "start_steps", "an integer >= 0", self.start_steps)
         fine = self.hold_share is None or 0 <= number(self.hold_share) < 1
         require(fine, "hold_share", "in [0, 1)", self.hold_share)
@@ -117,17 +105,15 @@ class Adapt(_Options):
         pair = self.bounds
         fine = isinstance(pair, (tuple, list)) and len(pair) == 2 and 0 < number(pair[0]) <= 1 <= number(pair[1])
         require(fine, "bounds", "a pair (low, high) with 0 < low <= 1 <= high < inf", pair)
-        fine = self.sample_every is None or whole(self.sample_every) >= 1
+        fine = self.sample_every is None or as_int(self.sample_every) >= 1
         require(fine, "sample_every", "an integer >= 1", self.sample_every)
-        require_one_of("assignment", self.assignment, "balanced", "permutation")
-        require_one_of("horizon", self.horizon, "short", "long")
 
     def facts(self) -> dict[str, str]:
         return super().facts() | {"controller": type(self.controller).__name__}
 
 
 @dataclass(frozen=True)
-class Copies(_Options):
+class Copies(Options):
     """Where copies of the weights live; passed as ``copies=``. Devices may differ from rank to rank.
 
     Attributes:
@@ -171,7 +157,7 @@ class Copies(_Options):
 
 
 @dataclass(frozen=True)
-class Faults(_Options):
+class Faults(Options):
     """What is done about faults; passed as ``faults=``.
 
     Attributes:
@@ -201,51 +187,11 @@ class Faults(_Options):
 
     def __post_init__(self) -> None:
         require(self.rollback is None or is_flag(self.rollback), "rollback", "None, True or False", self.rollback)
-        require(whole(self.max_rollbacks) >= 0, "max_rollbacks", "an integer >= 0", self.max_rollbacks)
+        require(as_int(self.max_rollbacks) >= 0, "max_rollbacks", "an integer >= 0", self.max_rollbacks)
         require(is_flag(self.strict_rollbacks), "strict_rollbacks", "True or False", self.strict_rollbacks)
         fine = self.quarantine is None or number(self.quarantine) > 1
         require(fine, "quarantine", "None or a finite number > 1", self.quarantine)
         require(is_flag(self.skip_nonfinite), "skip_nonfinite", "True or False", self.skip_nonfinite)
-
-
-@dataclass(frozen=True)
-class Averaging(_Options):
-    """How replicas are averaged; passed as ``averaging=``.
-
-    Attributes:
-        outer: what becomes of the mean at a converge: ``"mean"``, ``"fittest"``, ``"nesterov"``, ``"elastic"`` or an
-            ``OuterStep``. ``"elastic"`` leaves replicas apart: it needs ``gradients="local"`` and equal learning rates,
-            and undoes no rounds.
-        optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
-            and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
-            rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each
-            moment, and one rank's checkpoint is enough. ``"reset"`` clears it.
-        slow_share: warn once when three converges in a row take more than this share of their rounds, and a second.
-
-    Example:
-        >>> from hdet import Averaging
-        >>> Averaging(outer="nesterov").facts()["outer"]
-        "OuterStep('nesterov', lr=0.7, momentum=0.9)"
-    """
-
-    outer: OuterStep | OuterKind = "mean"
-    optimizer_state: StatePolicy = "keep"
-    slow_share: float = 0.1
-
-    def __post_init__(self) -> None:
-        self.make_outer()
-        require_one_of("optimizer_state", self.optimizer_state, "average", "keep", "reset")
-        require(number(self.slow_share) > 0, "slow_share", "a finite number > 0", self.slow_share)
-
-    def make_outer(self) -> OuterStep:
-        """An outer step for one run: it keeps copies of the weights, which two runs must not share."""
-        if isinstance(self.outer, OuterStep):
-            given = self.outer
-            return OuterStep(given.kind, lr=given.lr, momentum=given.momentum, pull=given.pull)
-        return OuterStep(self.outer)
-
-    def facts(self) -> dict[str, str]:
-        return super().facts() | {"outer": repr(self.make_outer())}
 
 
 def _is_device(value: Any) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hdet.checks import printable, whole
+from hdet.checks import as_int, printable
 from hdet.sinks import as_json
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Curves:
     @property
     def num_missing(self) -> int:
         """Rounds before the first of these records."""
-        return max(0, whole(self.rounds[0].get("index")))
+        return max(0, as_int(self.rounds[0].get("index")))
 
     @property
     def learns(self) -> bool:
@@ -119,7 +119,7 @@ def curves_of(scheduler: Any) -> Curves:
 def require_rounds(scheduler: Any, function: str) -> None:
     """RuntimeError, which says when there will be one, where no round has ended yet."""
     if not scheduler.history:
-        loop = scheduler._rounds
+        loop = scheduler._run
         why = f"a round has {loop.policy.interval} steps" if loop.active else "one replica alone explores nothing"
         raise RuntimeError(
             f"{function}() needs a round that has ended, but {type(scheduler).__name__} has none at step "

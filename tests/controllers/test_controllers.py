@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hdet.checks import FloatArray
-from hdet.controllers import Controller, Evidence, EvidenceController, Hold, PaperController
+from hdet.controllers import Controller, Evidence, EvidenceController, Hold
 from hdet.controllers.base import pack_state, unpack_state
-from hdet.controllers.paper import PaperState, softmax_weights
+from hdet.ensemble.controllers import PaperController
+from hdet.ensemble.controllers.paper import PaperState, softmax_weights
 from hdet.policy.spread import fan_out
 
 finite_losses = st.floats(-1e4, 1e4)

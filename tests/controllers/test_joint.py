@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from hdet.checks import FloatArray
-from hdet.controllers import Evidence, JointController
+from hdet.controllers import Evidence
 from hdet.controllers.base import pack_state, unpack_state
+from hdet.ensemble.controllers import JointController
 from hdet.policy.spread import assign
 from hdet.testing import check_controller
 

@@ -18,9 +18,8 @@ from hdet.controllers.base import pack_state, unpack_state
 from hdet.controllers.level import LOWEST, LOWEST_RISING, NUM_ROWS, LevelState
 from hdet.policy.level import Level, Sizes
 from hdet.policy.rollback import BrokenError, Rollback
-from hdet.policy.round import RoundPolicy
+from hdet.policy.round import RoundPolicy, Seen
 from hdet.policy.steering import Steering
-from hdet.policy.verdict import Observed
 
 # -- a slow version -------------------------------------------------------------------------------------------------
 
@@ -230,12 +229,12 @@ class Run:
             if not policy.is_due(step):
                 continue
             rate = float(steering.effective[0])
-            seen = Observed(
+            seen = Seen(
                 step, np.array([loss(step) + noise * rng.normal() / math.sqrt(policy.num_steps(step))]),
                 np.ones(1, dtype=bool), rate=rate, sizes=Sizes(10.0, unit * rate, 1.0, 100.0),
                 slopes=(np.array([slope(step) + error * rng.normal()]), np.array([error])),
             )  # fmt: skip
-            if "progress" in (looked := policy.end_round(seen).looked.lrs):
+            if "progress" in (looked := policy.end_round(seen).control):
                 scales.append(steering.scales[0] / steering.level)
                 self.progress.append(looked["progress"][0])
         self.scales = np.array(scales)
@@ -375,7 +374,7 @@ def test_no_loss_does_harm(
         step += 1 if policy.searching else T - step % T
         rate = float(steering.effective[0])
         pair = (np.array([slopes[index % len(slopes)]]), np.array([errors[index % len(errors)]]))
-        seen = Observed(
+        seen = Seen(
             step, np.array([loss]), np.ones(1, dtype=bool), rate=rate, slopes=pair,
             sizes=Sizes(10.0, 10 * rate, 1.0, 100.0),
         )  # fmt: skip

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet.controllers import Evidence, ValleyController
+from hdet.controllers import Evidence
 from hdet.controllers.base import pack_state, unpack_state
-from hdet.controllers.valley import ValleyState, lowest
+from hdet.ensemble.controllers import ValleyController
+from hdet.ensemble.controllers.valley import ValleyState, lowest
 
 PLACES = np.linspace(-1.5, 1.5, 4)
 

@@ -19,8 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 import oracle
 import oracle_anchor
-from hdet import Adapt, AutoLR, Faults, OneCycleAutoLR, RoundRecord
-from hdet.controllers import EvidenceController, LevelController, PaperController
+from hdet import Adapt, AutoLR, Ensemble, Faults, OneCycleAutoLR, RoundRecord
+from hdet.controllers import EvidenceController, LevelController
+from hdet.ensemble.controllers import PaperController
 from job import launch
 from native import replicated
 from oracle import Array
@@ -184,12 +185,10 @@ def train(s: AnchorScenario) -> Trace:
         )
     scheduler = AutoLR(
         schedule,
-        signal=s.signal,
         interval=s.interval,
         total_steps=s.total_steps,
         adapt=Adapt(
             level=s.level,
-            spread=s.spread,
             controller=controller,
             anchor="start" if s.anchor_rounds is None else s.anchor_rounds,
             groups="together" if s.together else "each",
@@ -199,7 +198,7 @@ def train(s: AnchorScenario) -> Trace:
         ),
         # The loss of one step may jump, and of a run that starts too high, and the oracle has no guard.
         faults=Faults(rollback=s.interval > 1 and s.controller == "evidence" and not s.level),
-        seed=s.seed,
+        ensemble=Ensemble(spread=s.spread, seed=s.seed) if s.signal == "loss" else None,
     )
     return training.run(scheduler, s.total_steps)
 
@@ -217,17 +216,15 @@ def train_twins(optimizer: str, max_lr: tuple[float, ...], cycle_momentum: bool 
         auto_lr_warmup_steps=warmup,
         enable_auto_lr=True,
         loss_scale=0.05,
-        seed=3,
+        ensemble=Ensemble(seed=3),
     )
     first = one.run(paper, steps)
     other = Training(optimizer, len(max_lr), seed=0)
     auto = AutoLR(
         OneCycleLR(other.optimizer, list(max_lr), steps, cycle_momentum=cycle_momentum),
-        signal="loss",
         adapt=Adapt(
             anchor="round",
             controller=PaperController(temperature=0.05),
-            spread=spread,
             start_steps=warmup,
             hold_share=0.0,
             groups="each",
@@ -235,7 +232,7 @@ def train_twins(optimizer: str, max_lr: tuple[float, ...], cycle_momentum: bool 
         ),
         faults=Faults(rollback=False),
         interval=interval,
-        seed=3,
+        ensemble=Ensemble(spread=spread, seed=3),
     )
     return first, other.run(auto, steps)
 

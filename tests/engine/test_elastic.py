@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 
-from hdet import AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR, knobs
+from hdet import AutoLR, Averaging, Ensemble, Explorer, Faults, OneCycleAutoLR, knobs
+from hdet.ensemble.outer import Elastic
 from hdet.replicas.find import find_replicas
 from hdet.replicas.group import Replicas
-from hdet.weights.outer import OuterStep
 from job import launch
 
 LR, T, STEPS = 0.05, 4, 7 * 4 + 2
@@ -93,7 +93,7 @@ class Run:
 
 
 def _trained(pull: float, broken: int | None = None) -> tuple[list[list[float]], list[str], float]:
-    run = Run(OuterStep("elastic", pull=pull)).advance(STEPS, broken)
+    run = Run(Elastic(pull=pull)).advance(STEPS, broken)
     return run.trace, run.averaged, float(run.seen)
 
 
@@ -224,16 +224,16 @@ def _refused() -> list[str]:
         said.append(str(caught.value))
 
     elastic: dict[str, Any] = {"averaging": Averaging(outer="elastic"), "interval": T}
-    local: dict[str, Any] = {"gradients": "local", "model": model}
+    apart = Ensemble(spread=0.1, gradients="local", averaging=Averaging(outer="elastic"))
+    paper = Ensemble(gradients="local", averaging=Averaging(outer="elastic"))
     attempt(lambda o: Explorer(model, o, knobs=[knobs.LearningRate()], **elastic))
     attempt(lambda o: Explorer(model, o, knobs=[knobs.LearningRate()], gradients="local", **elastic))
     attempt(lambda o: Explorer(model, o, gradients="local", faults=Faults(rollback=True), **elastic))
-    attempt(lambda o: AutoLR(ConstantLR(o), signal="loss", total_steps=400, **local, **elastic))
+    attempt(lambda o: AutoLR(ConstantLR(o), total_steps=400, interval=T, model=model, ensemble=apart))
     attempt(lambda o: OneCycleAutoLR(o, max_lr=0.1, total_steps=50, ensemble_lr_spread_ratio=0.1,
-                                     model_sync_interval=T, gradients="local", model=model,
-                                     averaging=Averaging(outer="elastic")))  # fmt: skip
+                                     model_sync_interval=T, model=model, ensemble=paper))  # fmt: skip
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr("hdet.schedulers._agreement.find_replicas", _as_shards)
+    monkeypatch.setattr("hdet.plan.find_replicas", _as_shards)
     attempt(lambda o: Explorer(model, o, gradients="local", **elastic))
     monkeypatch.undo()
     return said
@@ -241,21 +241,21 @@ def _refused() -> list[str]:
 
 def _as_shards(*args: Any, **kwargs: Any) -> Replicas:
     found = find_replicas(*args, **kwargs)
-    found.whole = False
+    found.holds_all_parameters = False
     return found
 
 
 def test_what_needs_one_place_is_refused() -> None:
     shared, spread, rollback, loss, cycle, sharded = launch(_refused, 2)[0]
     assert "pass gradients=\"local\"; got gradients='shared'" in shared
-    assert "leave out what spreads, the knobs or signal" in spread
-    assert "got spread=0.1, knobs=['LearningRate']" in spread
+    assert "leave out what spreads, the knobs or the spread" in spread
+    assert "got spread=0.1, knobs=[]" in spread
     assert "cannot undo a round: there is no one place to go back to; leave rollback out" in rollback
     assert "leave out what spreads" in loss
     assert "leave out what spreads" in cycle
     assert "needs every replica to hold all parameters, but they are sharded: use outer=" in sharded
     with pytest.raises(ValueError, match=r"pull of the outer step must be in \(0, 1\], but got pull=0"):
-        OuterStep("elastic", pull=0)
+        Elastic(pull=0)
 
 
 def _auto() -> list[list[float]]:
@@ -263,8 +263,8 @@ def _auto() -> list[list[float]]:
     model = nn.ParameterList([weights])
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     scheduler = AutoLR(
-        ConstantLR(optimizer, 1.0), interval=T, total_steps=STEPS, gradients="local", model=model,
-        averaging=Averaging(outer="elastic"),
+        ConstantLR(optimizer, 1.0), interval=T, total_steps=STEPS, model=model,
+        ensemble=Ensemble(gradients="local", averaging=Averaging(outer="elastic")),
     )  # fmt: skip
     for step in range(1, STEPS + 1):
         target = torch.from_numpy(_targets(step, 2)[dist.get_rank()])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import OneCycleAutoLR
+from hdet import Ensemble, OneCycleAutoLR
 from hdet.policy.spread import fan_out, multipliers
 from job import launch
 from native import replicated
@@ -199,7 +199,7 @@ def real_path(name: str, seed: int) -> Path:
         cycle_momentum=cycle,
         ensemble_lr_spread_ratio=SPREAD,
         model_sync_interval=INTERVAL,
-        seed=seed,
+        ensemble=Ensemble(seed=seed),
     )
     centre_scheduler = OneCycleLR(centre_optimizer, [max_lr, 2 * max_lr], TOTAL_STEPS, cycle_momentum=cycle)
 

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ConstantLR
 
-import hdet.engine.clock
+import hdet.run
 from hdet import Adapt, AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR
 from hdet.testing import Fault, Injector, assert_same_weights, collect_weights
 from job import launch
-from options import grouped
+from options import grouped, with_ensemble
 
 T = 4
 AS_GIVEN = Adapt(level=False)
@@ -49,7 +49,7 @@ def _model() -> nn.Linear:
     return nn.Linear(3, 2)
 
 
-@pytest.mark.parametrize("group", ["Adapt", "Copies", "Faults", "Averaging"])
+@pytest.mark.parametrize("group", ["Adapt", "Copies", "Faults"])
 def test_options_must_be_of_their_group(group: str) -> None:
     optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
     wrong: dict[str, Any] = {group.lower(): {}}
@@ -84,11 +84,11 @@ class _Run:
         elif face == "paper":
             self.scheduler = OneCycleAutoLR(
                 self.optimizer, lr, steps, ensemble_lr_spread_ratio=0.2, model_sync_interval=T, model=self.model,
-                cycle_momentum=False, **grouped(**options),
+                cycle_momentum=False, **with_ensemble(**options),
             )  # fmt: skip
         else:
             common |= {"signal": face, "level": False}
-            self.scheduler = AutoLR(ConstantLR(self.optimizer, 1.0), model=self.model, **grouped(**common))
+            self.scheduler = AutoLR(ConstantLR(self.optimizer, 1.0), model=self.model, **with_ensemble(**common))
         self.inject = Injector(faults or [], self.rank)
         self.step = 0
         self.trace: list[Tensor] = []
@@ -266,7 +266,7 @@ def _collectives() -> list[int]:
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         signal: Any = "gradient" if gradients == "shared" else "loss"
-        options: Any = {"signal": signal, "gradients": gradients, "model": model, "adapt": AS_GIVEN}
+        options: Any = with_ensemble(signal=signal, gradients=gradients, model=model, adapt=AS_GIVEN)
         scheduler = AutoLR(ConstantLR(optimizer, 1.0), interval=100, faults=Faults(skip_nonfinite=skips), **options)
         num_calls = 0
         reduce = dist.all_reduce
@@ -399,7 +399,7 @@ def _slow(share: float) -> list[str]:
     run = _Run("local", slow_share=share)
     converge_s = 2.0 if run.rank == 0 else 0.1
     times = itertools.accumulate(itertools.cycle([1.0, converge_s]))
-    vars(hdet.engine.clock)["time"] = SimpleNamespace(perf_counter=lambda: next(times))
+    vars(hdet.run)["time"] = SimpleNamespace(perf_counter=lambda: next(times))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.advance(4 * T)
@@ -419,11 +419,11 @@ def test_a_slow_converge_is_said_once_by_those_who_waited() -> None:
 
 
 def test_on_one_process_there_is_nobody_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdet.engine.clock, "SLOW_S", 0.0)
-    monkeypatch.setattr(hdet.engine.clock, "NUM_SLOW", 1)
+    monkeypatch.setattr(hdet.run, "SLOW_S", 0.0)
+    monkeypatch.setattr(hdet.run, "NUM_SLOW", 1)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = AutoLR(optimizer, total_steps=12, averaging=Averaging(slow_share=1e-9))
+    scheduler = AutoLR(optimizer, total_steps=12)
     for _ in range(12):
         loss = model(torch.ones(1, 2)).square().mean()
         torch.autograd.backward(loss)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import oracle
-from hdet import Adapt, OneCycleAutoLR, RoundRecord
+from hdet import Ensemble, OneCycleAutoLR, RoundRecord
 from job import launch
 from native import replicated
 from oracle import Array, Scenario
@@ -58,18 +58,6 @@ SCENARIOS = [
     Scenario("no auto-LR", "adamw", FOUR_SMALL, auto_lr=False, weight_decay=0.1, seed=14),
     Scenario("no spread", "adam", FOUR_SMALL, spread=0.0, seed=15),
     Scenario("a converge after every step", "momentum", (0.1,), total_steps=9, interval=1, seed=16),
-    Scenario(
-        "a controller that hits its bounds",
-        "sgd",
-        FOUR,
-        spread=0.9,
-        rate=12.0,
-        smoothing=0.1,
-        temperature=1e-3,
-        scale_bounds=(0.2, 1.5),
-        cycle_momentum=False,
-        seed=17,
-    ),
 ]
 # Two replicas train all of them. More take longer on few cores, and may differ in the order of learning rates and in
 # means: every optimizer, groups, replicas that are left out.
@@ -82,7 +70,6 @@ WITH_FOUR = (
     "adamw, four groups",
     "losses that are not finite",
     "a converge after every step",
-    "a controller that hits its bounds",
 )
 
 
@@ -150,8 +137,7 @@ def train(scenario: Scenario) -> Trace:
             lr_of_lr=scenario.rate,
             momentum_of_lr=scenario.smoothing,
             decay=scenario.decay,
-            adapt=Adapt(bounds=scenario.scale_bounds),
-            seed=scenario.seed,
+            ensemble=Ensemble(seed=scenario.seed),
         )
         lrs, momenta, losses, weights = [], [], [], []
         for step in range(scenario.total_steps):
@@ -310,9 +296,6 @@ def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
         moved = max(float(np.abs(np.log(r.scales)).max()) for r in want.rounds)
         assert (moved > 0.01) == (scenario.auto_lr and scenario.spread > 0), scenario.name
         assert np.abs(want.weights).max() < 100, scenario.name  # finite, and no chaos that magnifies rounding
-    bounded = np.stack([r.scales for r in expected("a controller that hits its bounds", num_replicas).rounds])
-    assert bounded.min() == 0.2
-    assert bounded.max() == 1.5
     broken = expected("losses that are not finite", num_replicas).rounds
     assert broken[1].control["weights"][1] == 0
     assert broken[2].control["weights"][0] == 0

@@ -1,14 +1,12 @@
-"""Where the weights are: moves between places, and those that are refused."""
+"""Where the weights are: moves between places."""
 
 from __future__ import annotations
 
-import pytest
-
-from hdet.engine.place import Place, Where
+from hdet.ensemble.averaging import WeightsState, Where
 
 
 def test_a_round_starts_at_the_mean_or_away_from_it() -> None:
-    place = Place(0)
+    place = WeightsState(0)
     assert place.is_mean(0, placed=False)
     assert not place.is_mean(0, placed=True)
     place.end_round(4, shared=True, last=False)
@@ -22,7 +20,7 @@ def test_a_round_starts_at_the_mean_or_away_from_it() -> None:
 
 
 def test_a_mean_in_mid_round_lasts_until_the_round_ends() -> None:
-    place = Place(0)
+    place = WeightsState(0)
     place.meet(2)
     assert place.is_mean(2, placed=True)
     assert place.left_at_mean
@@ -31,25 +29,17 @@ def test_a_mean_in_mid_round_lasts_until_the_round_ends() -> None:
 
 
 def test_what_is_set_aside_comes_back() -> None:
-    place = Place(0)
+    place = WeightsState(0)
     place.end_round(4, shared=True, last=False)
     with place.set_aside():
         place.meet(6)
         assert place.is_mean(6, placed=True)
         assert not place.left_at_mean  # a run that continues from here trains on from its own places
         assert place.is_set_aside
-        for call in ("step()", "finish()"):
-            with pytest.raises(RuntimeError, match=rf"{call[:-2]}\(\) must not be called inside `with converged\(\):`"):
-                place.refuse_inside(call)
-        with pytest.raises(RuntimeError, match=r"step\(\) must not be called inside"):
-            place.end_round(6, shared=True, last=False)
     assert (place.mean_step, place.where, place.is_set_aside) == (4, Where.OWN, False)
-    place.refuse_inside("step()")
 
 
-def test_a_resumed_run_is_not_finished() -> None:
-    place = Place(0)
-    place.finished = True
+def test_a_resumed_run_goes_on_from_the_mean() -> None:
+    place = WeightsState(0)
     place.resume(9, at_mean=True)
-    assert not place.finished
     assert place.is_mean(9, placed=True)

@@ -125,8 +125,8 @@ def _go_on(folder: str) -> dict[str, Any]:
     for name, run in runs.items():
         assert run.lrs() == in_other_order[name].lrs(), name
         scheduler: Any = run.scheduler
-        rho = scheduler._rounds.steering.multipliers[0].tolist()
-        schedule = scheduler._first_lr()
+        rho = scheduler._run.steering.multipliers[0].tolist()
+        schedule = scheduler._schedule.first_lr
         (lr,) = run.lrs()
         with run.scheduler.converged():
             state = run.scheduler.state_dict()["rounds"]

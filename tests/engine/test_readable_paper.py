@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import OneCycleAutoLR
+from hdet import Ensemble, OneCycleAutoLR
 from hdet.policy.spread import permutation
 from hdet.reference_paper import Replica, Schedule, geometric, one_cycle, shuffled, train
 from job import launch
@@ -94,7 +94,7 @@ def by_library(names: tuple[str, ...]) -> dict[str, tuple[Array, Array]]:
             enable_auto_lr=True,
             loss_scale=case.temperature,
             decay=case.decay,
-            seed=case.seed,
+            ensemble=Ensemble(seed=case.seed),
         )
         lrs, weights = [], []
         for step in range(case.total_steps):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hdet import OneCycleAutoLR, RoundRecord
+from hdet import Ensemble, OneCycleAutoLR, RoundRecord
 from hdet.policy.spread import multipliers
 from hdet.replicas.group import Replicas
 from job import launch
@@ -454,7 +454,7 @@ def _disagreeing() -> dict[str, str]:
 
     construct("nothing")
     construct("total_steps", total_steps=41 if odd else 40)
-    construct("seed", seed=int(odd))
+    construct("seed", ensemble=Ensemble(seed=int(odd)))
     construct("model_sync_interval", interval=5 if odd else 4)
     construct("enable_auto_lr", auto=odd, auto_lr_warmup_steps=0)
     construct("decay", auto=True, decay="floor" if odd else "schedule")

@@ -9,6 +9,8 @@ import pytest
 
 import golden
 
+pytestmark = pytest.mark.timeout(600)  # all runs are made in the first test
+
 STORED = json.loads(golden.PATH.read_text())
 
 

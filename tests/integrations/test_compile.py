@@ -215,7 +215,7 @@ def test_a_first_level_is_found_under_compiled_models_and_steps(optimizer: str) 
             torch.autograd.backward(loss)
             take()
             scheduler.step(loss)
-        level = scheduler._rounds.policy.level
+        level = scheduler._run.policy.level
         assert level is not None
         assert level.found
         found.append((float(made.param_groups[0]["lr"]), [p.detach().clone() for p in model.parameters()]))

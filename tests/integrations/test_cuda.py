@@ -17,7 +17,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 import framework_task as task
-from hdet import Adapt, AutoLR, Copies, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Copies, Ensemble, OneCycleAutoLR
 from hdet.launch import launch
 from hdet.weights.snapshot import Snapshot
 from native import MAX_LR, Run, alike, batch, everyone, gradient_signal, loss_signal, net, paper
@@ -204,9 +204,8 @@ def _local(optimizer: Optimizer, model: nn.Module) -> AutoLR:
     return AutoLR(
         _one_cycle(optimizer),
         model=model,
-        signal="loss",
-        adapt=Adapt(spread=0.3, start_steps=0, level=False),
-        gradients="local",
+        ensemble=Ensemble(spread=0.3, gradients="local"),
+        adapt=Adapt(start_steps=0, level=False),
         interval=INTERVAL,
     )
 
@@ -230,7 +229,7 @@ def test_a_replayed_graph_uses_the_new_learning_rate(face: Callable[..., Any], c
 
 
 def test_a_captured_step_with_the_gradient_signal_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r'must not be captured in a CUDA graph with signal="gradient": a replay'):
+    with pytest.raises(RuntimeError, match=r"must not be captured in a CUDA graph with the gradient signal: a replay"):
         _Captured(_auto, "step")
 
 
@@ -434,7 +433,7 @@ def test_a_large_model_needs_no_more_than_4_bytes_a_parameter_and_no_waiting() -
         torch.cuda.set_sync_debug_mode("default")
         peaks.append(torch.cuda.max_memory_allocated())
     assert auto is not None
-    anchor, fallback = auto._rounds.averager.anchor, auto._rounds.averager.fallback
+    anchor, fallback = auto._run.anchor, auto._run.undo
     assert anchor is not None
     assert anchor.stride == 16
     assert fallback is not None

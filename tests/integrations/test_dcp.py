@@ -134,7 +134,7 @@ def _details(folder: str) -> dict[str, Any]:
             for each in (run, twin):
                 for p in each.model.parameters():
                     p.mul_(1.5)  # weights from elsewhere, without a scheduler's state
-        loop = run.scheduler._rounds.averager
+        loop = run.scheduler._run
         assert loop.anchor is not None
         out[f"{name}: not begun"] = loop.anchor.copies == []
         out[f"{name}: twins"] = run.advance(10) == twin.advance(10) and repr(run.told()) == repr(twin.told())

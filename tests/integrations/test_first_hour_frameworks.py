@@ -85,7 +85,7 @@ def test_lightning_continues_a_run_without_hdet(tmp_path: Path, with_schedule: b
     resumed = _fit(pl, module(), callbacks=[callback], steps=8, path=path)
     assert isinstance(callback.scheduler, AutoLR)
     assert callback.scheduler.last_epoch == 8
-    assert not callback.scheduler._rounds.policy.searching
+    assert not callback.scheduler._run.policy.searching
     assert resumed.optimizers[0].param_groups[0]["lr"] == pytest.approx(lr, rel=1e-3)
 
 
@@ -137,8 +137,8 @@ def test_transformers_continues_a_run_without_hdet(tmp_path: Path) -> None:
     trainer(callback).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-4")
     assert callback.scheduler is not None
     assert callback.scheduler.last_epoch == 8
-    assert not callback.scheduler._rounds.policy.searching
-    assert callback.scheduler.get_last_lr()[0] == pytest.approx(lr * (400 - 8) / (400 - 4))
+    assert not callback.scheduler._run.policy.searching
+    assert callback.scheduler._last_lr[0] == pytest.approx(lr * (400 - 8) / (400 - 4))
 
 
 def test_accelerate_continues_a_run_without_hdet(tmp_path: Path) -> None:
@@ -171,4 +171,4 @@ def test_accelerate_continues_a_run_without_hdet(tmp_path: Path) -> None:
     assert scheduler.get_last_lr() == schedule.scheduler.get_last_lr()
     train(net, optimizer, scheduler)
     assert scheduler.scheduler.last_epoch == 8
-    assert not scheduler.scheduler._rounds.policy.searching
+    assert not scheduler.scheduler._run.policy.searching

@@ -44,7 +44,7 @@ class Run:
             self.optimizer, total_steps=NUM_STEPS, model=model, probe=self.probe, interval=5, weight_decay="learn",
             adapt=Adapt(level=False),
         )  # fmt: skip
-        signal: Any = self.scheduler._rounds.signals[0]
+        signal: Any = self.scheduler._run.signals[0]
         signal.probe_every = 3
         self.counter = CompileCounter()
         self.update = torch.compile(self.optimizer.step, backend=self.counter) if compiles else self.optimizer.step
@@ -111,7 +111,7 @@ def _resumes(folder: str) -> dict[str, Any]:
     for kind in ("ddp", "fsdp"):
         whole = Run(kind, rank=rank)
         whole.advance(SAVED_AT)
-        path = str(whole.scheduler._rounds.signals[0].state_dict()["decay"][0]["path"]["copies"][0].abs().sum() > 0)
+        path = str(whole.scheduler._run.signals[0].state_dict()["decay"][0]["path"]["copies"][0].abs().sum() > 0)
         with whole.scheduler.converged():
             save(whole.state(), checkpoint_id=f"{folder}/{kind}")
         expected = whole.advance(NUM_STEPS)

@@ -112,14 +112,14 @@ def _parts() -> dict[str, Any]:
     run = setting.hsdp("nesterov")
     run.advance(5)
     shapes = [local_tensor(p).shape for p in run.model.parameters()]
-    loop = run.scheduler._rounds.averager
+    loop: Any = run.scheduler._run
     assert loop.anchor is not None
-    assert loop.fallback is not None
-    snapshot = loop.fallback.snapshot._last
+    assert loop.undo is not None
+    snapshot = loop.undo.snapshot._last
     assert snapshot is not None
     out["anchor"] = [t.shape for t in loop.anchor.copies] == shapes
-    out["centre"] = [t.shape for t in loop.outer.centre.copies] == shapes
-    out["velocity"] = [t.shape for t in loop.outer.velocity] == shapes
+    out["centre"] = [t.shape for t in loop.replication.outer.centre.copies] == shapes
+    out["velocity"] = [t.shape for t in loop.replication.outer.velocity] == shapes
     out["snapshot"] = [t.shape for t in snapshot.tensors.values()] == shapes
     out["lr by replica"] = len({row[0] for row in everyone(run.lrs())}) == 2
     out["lr of a replica's shards"] = len(set(everyone((setting.replica, run.lrs()[0])))) == 2
@@ -249,8 +249,8 @@ def _one_dimension() -> dict[str, Any]:
     again: Any = None
     out["whole"] = error(lambda: _loaded(mesh, files[0]))
     if not out["whole"]:
-        again = _loaded(mesh, files[0]).scheduler._rounds.averager.anchor.copies  # type: ignore[union-attr]
-        kept: Any = run.scheduler._rounds.averager.anchor
+        again = _loaded(mesh, files[0]).scheduler._run.anchor.copies  # type: ignore[union-attr]
+        kept: Any = run.scheduler._run.anchor
         out["whole: the same anchor"] = all(torch.equal(a, b) for a, b in zip(again, kept.copies, strict=True))
     return out
 

@@ -61,7 +61,7 @@ class _Run(Run):
     @property
     def level(self) -> float:
         assert isinstance(self.scheduler, AutoLR)
-        level = self.scheduler._rounds.policy.level
+        level = self.scheduler._run.policy.level
         assert level is not None
         assert level.done
         return level.lr

@@ -250,7 +250,7 @@ def test_without_a_schedule_the_learning_rate_is_constant() -> None:
     trainer.fit(module, torch.utils.data.DataLoader(task.Samples(16), batch_size=4))
     assert callback.scheduler is not None
     assert callback.scheduler.last_epoch == 4
-    assert callback.scheduler.total_steps == 4
+    assert callback.scheduler._schedule.total_steps == 4
     assert "save_checkpoint" not in vars(trainer)
 
 

@@ -74,8 +74,8 @@ def _all() -> dict[str, Any]:
     record = run.scheduler.history[-1]
     out["left out"] = record.unhealthy == (1,) and alike(record.unhealthy)
     out["finite"] = all(math.isfinite(w) for w in _whole(run))
-    out["kept once"] = len(run.scheduler._rounds.averager.weights.local()) == 4
-    out["index"] = run.scheduler._rounds.replicas.index == replica
+    out["kept once"] = len(run.scheduler._run.weights.local()) == 4
+    out["index"] = run.scheduler._run.replicas.index == replica
 
     out["no group"] = error(lambda: Run(_ddp(mesh), paper, place))
     out["no group, parts"] = error(lambda: Run(_cut(mesh), paper, place))

@@ -11,7 +11,7 @@ import torch
 
 import framework_task as task
 from framework_task import Results
-from hdet import Adapt, AutoLR
+from hdet import Adapt, AutoLR, Ensemble
 
 pytest.importorskip("transformers", reason="pip install 'hdet[transformers]'")
 pytest.importorskip("accelerate", reason="pip install 'hdet[transformers]'")
@@ -80,7 +80,7 @@ def fit(
         "seen": [loss for record in callback.scheduler.history for loss in record.losses],
         "best": trainer.state.best_model_checkpoint,
         "log": trainer.state.log_history,
-        "apart": callback.scheduler._rounds.weights_apart(callback.scheduler.last_epoch),
+        "apart": callback.scheduler.weights_apart,
     }
 
 
@@ -99,7 +99,8 @@ def _made_by_the_trainer(folder: str) -> tuple[str, float, list[float]]:
     trainer.train()
     assert callback.scheduler is not None
     lrs = [record.values[0][0] for record in callback.scheduler.history]
-    return type(callback.scheduler.schedule).__name__, callback.scheduler.total_steps, lrs  # type: ignore[union-attr]
+    scheduler: Any = callback.scheduler
+    return type(scheduler.schedule).__name__, scheduler.total_steps, lrs
 
 
 SAVE: dict[str, Any] = {
@@ -189,7 +190,7 @@ def test_local_gradients_are_refused() -> None:
     from hdet.integrations.transformers import HDETTrainerCallback
 
     with pytest.raises(ValueError, match="gradients must be \"shared\" under the Trainer, but got gradients='local'"):
-        HDETTrainerCallback(gradients="local")
+        HDETTrainerCallback(ensemble=Ensemble(gradients="local"))
 
 
 def test_another_trainer_is_refused() -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hdet import knobs
 from hdet.checks import FloatArray
-from hdet.knobs import Knob, LearningRate
-from hdet.knobs.base import TO_SPACE, Space
-from hdet.knobs.knob_set import KnobSet
+from hdet.ensemble.knobs import Knob, LearningRate
+from hdet.ensemble.knobs.base import TO_SPACE, Space
+from hdet.ensemble.knobs.knob_set import KnobSet
 
 positions = st.floats(-30, 30)
 
@@ -510,14 +510,14 @@ def _array(*values: float) -> FloatArray:
 def test_a_set_writes_all_its_knobs_and_names_differ() -> None:
     owner, optimizer = _Attention(), _adamw(weight_decay=0.1)
     chosen = KnobSet([knobs.Temperature(owner, "scale"), knobs.Epsilon()])
-    chosen.bind(optimizer, gradients="shared")
+    chosen.bind(optimizer, gradients="shared", has_probe=False)
     chosen.write(_array(0.1, 0.2))
     assert owner.scale == pytest.approx(2 * math.exp(0.1))
     assert _field(optimizer, "eps") == pytest.approx([1e-8 * math.exp(0.2)])
     assert chosen.starts() == {"scale": 2.0, "eps": 1e-8}
     two = [knobs.Temperature(owner, "scale"), knobs.Temperature(_Attention(), "scale")]
     with pytest.raises(ValueError, match=r"knobs must have different names, but got \['scale', 'scale'\]; pass name="):
-        KnobSet(two).bind(optimizer, gradients="shared")
+        KnobSet(two).bind(optimizer, gradients="shared", has_probe=False)
 
 
 def test_in_the_probe_regularisers_are_at_their_base_and_other_knobs_are_not() -> None:
@@ -530,8 +530,8 @@ def test_in_the_probe_regularisers_are_at_their_base_and_other_knobs_are_not() -
             raise KeyError("held-out data")
         return 1.5
 
-    chosen = KnobSet([knobs.Temperature(owner, "scale"), knobs.LabelSmoothing(criterion)], probe=probe, model=owner)
-    chosen.bind(_adamw(), gradients="local")
+    chosen = KnobSet([knobs.Temperature(owner, "scale"), knobs.LabelSmoothing(criterion)])
+    chosen.bind(_adamw(), gradients="local", has_probe=True)
     own, base = _array(0.1, 0.2), _array(0.0, -0.1)
     chosen.write(own)
     mine = (owner.scale, criterion.label_smoothing)
@@ -546,7 +546,7 @@ def test_in_the_probe_regularisers_are_at_their_base_and_other_knobs_are_not() -
 
 def test_a_set_refuses_the_starts_of_another() -> None:
     chosen = KnobSet([knobs.Temperature(_Attention(), "scale")])
-    chosen.bind(_adamw(), gradients="shared")
+    chosen.bind(_adamw(), gradients="shared", has_probe=False)
     with pytest.raises(ValueError, match=r"knobs must be those of the state, \['eps'\], but got \['scale'\]"):
         chosen.check_starts({"eps": 1e-8})
     with pytest.raises(ValueError, match=r"scale must start inside \[0.0001, 10000\], but got -1.0"):

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hdet.checks import FloatArray
-from hdet.policy.panel import Panel
 from hdet.policy.spread import assign, multipliers
-from hdet.policy.steering import Steering
+from hdet.policy.steering import Panel, Steering
 
 counts = st.integers(1, 17)
 nums = st.integers(1, 9)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hdet.checks import FloatArray
-from hdet.policy.guard import NUM_RECENT, Guard, GuardState, pack_guard, unpack_guard
+from hdet.policy.rollback import NUM_RECENT, Guard, GuardState, pack_guard, unpack_guard
 
 
 def feed(losses: FloatArray | list[float], state: GuardState | None = None) -> tuple[GuardState, list[bool]]:

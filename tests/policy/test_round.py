@@ -13,9 +13,8 @@ import pytest
 from hdet.controllers import Decision, Evidence, EvidenceController
 from hdet.policy.level import NUM_FIRST, SHARE, Level, Sizes
 from hdet.policy.rollback import CUT, BrokenError, Rollback
-from hdet.policy.round import RoundPolicy
+from hdet.policy.round import RoundPolicy, Seen, Verdict
 from hdet.policy.steering import Steering
-from hdet.policy.verdict import Observed, Verdict
 
 T, N = 5, 4
 
@@ -30,7 +29,7 @@ def make_policy(**options: Any) -> RoundPolicy:
 def end_round(policy: RoundPolicy, *losses: float, finite: tuple[int, ...] = (1,) * N, **seen: Any) -> Verdict:
     step = T * (policy.steering.round_index + 1)
     row = np.array(losses if len(losses) > 1 else losses * N)
-    return policy.end_round(Observed(step, row, np.array(finite, dtype=bool), **seen))
+    return policy.end_round(Seen(step, row, np.array(finite, dtype=bool), **seen))
 
 
 def test_rounds_end_every_interval_and_with_the_last_step() -> None:
@@ -41,7 +40,7 @@ def test_rounds_end_every_interval_and_with_the_last_step() -> None:
 
 def test_the_controller_acts_inside_its_window() -> None:
     policy = make_policy(acting=(T, 3 * T))
-    looked = [bool(end_round(policy, 1.4, 1.2, 1.1, 1.0).looked.lrs) for _ in range(4)]
+    looked = [bool(end_round(policy, 1.4, 1.2, 1.1, 1.0).control) for _ in range(4)]
     assert looked == [False, True, True, False]
     assert policy.steering.round_index == 4
     assert policy.steering.scales[0] != 1
@@ -80,7 +79,7 @@ def test_a_broken_round_is_undone_until_the_budget_is_spent() -> None:
     assert len(second.events) == 1
     assert "max_rollbacks=2 are spent" in second.messages[0]
     held = end_round(policy, 1.0, 1.1, 1.2, 1.4)
-    assert (held.held, held.go_back, held.looked.lrs) == (True, False, {})
+    assert (held.held, held.go_back, held.control) == (True, False, {})
     policy.rollback = Rollback(0)
     with pytest.raises(BrokenError, match="training broke again at step 30 after 0 rollbacks in a row"):
         end_round(policy, math.nan)
@@ -140,7 +139,7 @@ def train(policy: RoundPolicy, first: int, last: int, unit: float = 30.0, **seen
         if policy.is_due(step):
             sizes = Sizes(10.0, rate * unit, 1.0, 100.0)
             row = {"losses": np.full(N, 2 - 0.01 * step), "finite": np.ones(N, dtype=bool), "sizes": sizes, **seen}
-            found.append(policy.end_round(Observed(step, rate=rate, **row)))
+            found.append(policy.end_round(Seen(step, rate=rate, **row)))
         policy.follow(step)
     return found
 
@@ -156,7 +155,7 @@ def test_a_run_finds_its_level_in_rounds_of_one_step_and_warms_up() -> None:
     assert [verdict.index for verdict in verdicts] == list(range(10))
     assert [verdict.keep for verdict in verdicts] == [False] * NUM_FIRST + [True] * 6
     assert [verdict.phase for verdict in verdicts] == ["warm-up"] * (NUM_FIRST + 2) + ["level"] * 4
-    assert [bool(verdict.looked.lrs) for verdict in verdicts] == [False] * NUM_FIRST + [True] * 6
+    assert [bool(verdict.control) for verdict in verdicts] == [False] * NUM_FIRST + [True] * 6
     assert [event for verdict in verdicts for event in verdict.events] == [
         "the learning rate starts from 0.00222, at which a step changes the weights by about 0.7%"
     ]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from hdet.checks import FloatArray
-from hdet.controllers import Controller, Decision, Evidence, EvidenceController, LevelController, PaperController
+from hdet.controllers import Controller, Decision, Evidence, EvidenceController, LevelController
 from hdet.controllers.base import pack_state
+from hdet.ensemble.controllers import PaperController
 from hdet.policy.spread import fan_out
 from hdet.policy.steering import Steering
 
@@ -60,7 +61,7 @@ def test_the_controller_sees_the_round_and_moves_the_scales() -> None:
     steering = steer(controller)
     losses, slopes = np.array([1.0, 2.0, 3.0, math.nan]), (np.zeros(2), np.ones(2))
     steering.set_level(2.0)
-    assert steering.decide(losses, slopes, elapsed=0.5, start=(3.0, 0.1)).lrs == {"told": (1.5, 0.5)}
+    assert steering.decide(losses, slopes, elapsed=0.5, start=(3.0, 0.1))[0] == {"told": (1.5, 0.5)}
     [evidence] = controller.seen
     assert (evidence.level, evidence.elapsed, evidence.start, evidence.in_warmup) == (2.0, 0.5, (3.0, 0.1), False)
     assert_array_equal(evidence.scales, [2.0, 2.0])

@@ -14,14 +14,20 @@ import hdet
 
 SOURCE = Path(hdet.__file__).parent
 
-# The rooms, from the edges to the core: a room may import from those below it, and from itself.
+# The rooms, from the edges to the core: a room may import from those below it, and from itself. The wing, ensemble, is
+# above the whole core: nothing but the package itself, which loads it when it is asked for, knows that it is there.
 ROOMS = (
-    {"integrations", "__init__"},
-    {"schedulers"},
+    {"__init__"},
+    {"ensemble"},
+    {"integrations"},
+    {"auto_lr"},
+    {"scheduler"},
+    {"plan"},
+    {"schedule"},
     {"plot"},
-    {"engine"},
-    {"warm_start", "sinks", "testing", "found"},
-    {"knobs"},
+    {"run"},
+    {"replication"},
+    {"sinks", "testing", "found"},
     {"signals"},
     {"options"},
     {"weights"},
@@ -95,7 +101,7 @@ def test_rooms_of_numbers_import_no_torch() -> None:
 
 
 def test_the_public_names_are_frozen() -> None:
-    names = ["Adapt", "AutoLR", "Averaging", "Copies", "Explorer", "Faults", "Found", "OneCycleAutoLR"]
+    names = ["Adapt", "AutoLR", "Averaging", "Copies", "Ensemble", "Explorer", "Faults", "Found", "OneCycleAutoLR"]
     assert sorted(hdet.__all__) == [*names, "RoundRecord", "knobs", "warm_noisy_init"]
     assert all(hasattr(hdet, name) for name in hdet.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", hdet.__version__)
@@ -133,7 +139,7 @@ optional = {"rich", "tyro", "tensorboard", "matplotlib", "jinja2", "hypothesis",
 optional |= {"lightning", "pytorch_lightning", "transformers", "accelerate", "wandb", "mlflow"}
 optional |= {"ray", "torchft"}
 assert not optional & set(sys.modules), f"loaded {sorted(optional & set(sys.modules))}"
-later = ("hdet_lab", "hdet.integrations", "hdet.plot", "hdet.sinks")
+later = ("hdet_lab", "hdet.ensemble", "hdet.integrations", "hdet.plot", "hdet.sinks")
 assert not {name for name in sys.modules if name.startswith(later)}
 tensor = "torch.distributed.tensor"  # slow to load, and of no use where no parameter lies on a mesh
 assert tensor in modules or tensor not in sys.modules, f"loaded {tensor}"

@@ -83,7 +83,7 @@ def test_plot_draws_into_axes_of_the_users(auto: Any) -> None:
 
 def test_rounds_that_were_undone_are_marked() -> None:
     scheduler = train(make("AutoLR"))
-    history = scheduler._rounds.journal._records
+    history = scheduler._run.history._records
     history[5] = replace(history[5], num_rollbacks=1)
     labels = [text.get_text() for text in scheduler.plot().get_legend().get_texts()]
     assert "not finite, or undone" in labels

@@ -70,8 +70,8 @@ def test_the_diff_of_the_papers_method_runs_on_two_processes(without: str, num_r
 @pytest.mark.parametrize(
     "name",
     [
-        *("hdet.policy.spread", "hdet.launch", "hdet.testing.controllers", "hdet.schedulers.explorer"),
-        *("hdet.schedulers.auto_lr", "hdet.schedulers.one_cycle", "hdet.options", "hdet.found"),
+        *("hdet.policy.spread", "hdet.launch", "hdet.testing.controllers", "hdet.ensemble.explorer"),
+        *("hdet.auto_lr", "hdet.ensemble.one_cycle", "hdet.options", "hdet.found"),
     ],
 )
 def test_docstring_examples(name: str) -> None:

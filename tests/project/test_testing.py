@@ -11,7 +11,8 @@ import pytest
 
 import hdet.testing.controllers
 from hdet.checks import FloatArray
-from hdet.controllers import Controller, Decision, Evidence, EvidenceController, Hold, LevelController, PaperController
+from hdet.controllers import Controller, Decision, Evidence, EvidenceController, Hold, LevelController
+from hdet.ensemble.controllers import PaperController
 from hdet.testing import check_controller
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {

@@ -182,7 +182,7 @@ def _raises(where: str) -> str:
     """Replica 0 raises at the end of the second round, before or after replicas have told each other their losses."""
     rank, count = dist.get_rank(), dist.get_world_size()
     run = Run(net(), FACES["nesterov"], (rank, count), gradients="local")
-    rounds = run.scheduler._rounds
+    rounds = run.scheduler._run
 
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("the disk with the held-out data is gone")

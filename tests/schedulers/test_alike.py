@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR
 
-from hdet import AutoLR, Explorer, OneCycleAutoLR
-from hdet.knobs import LearningRate
+from hdet import AutoLR, Ensemble, Explorer, OneCycleAutoLR
+from hdet.ensemble.knobs import LearningRate
 from job import launch
 from native import error
 
@@ -69,13 +69,13 @@ def _explorer(lr: float) -> Explorer:
 def _with_a_loaded_lr(odd: bool) -> str:
     """A run that went on apart, whose ranks have loaded checkpoints of their own before they construct."""
     optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
-    first = AutoLR(CosineAnnealingLR(optimizer, 100), signal="loss")
+    first = AutoLR(CosineAnnealingLR(optimizer, 100), ensemble=Ensemble(spread=0.1))
     state, saved = optimizer.state_dict(), first.state_dict()
     del first
     state["param_groups"][0]["lr"] = 0.09 if odd else 0.11
     other = torch.optim.SGD(_model().parameters(), lr=0.1)
     other.load_state_dict(state)
-    return error(lambda: AutoLR(CosineAnnealingLR(other, 100), signal="loss").load_state_dict(saved))
+    return error(lambda: AutoLR(CosineAnnealingLR(other, 100), ensemble=Ensemble(spread=0.1)).load_state_dict(saved))
 
 
 def _differing() -> dict[str, str]:

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import Adapt, AutoLR, Copies, Explorer, OneCycleAutoLR
-from hdet.knobs import LearningRate
+from hdet import Adapt, AutoLR, Copies, Ensemble, Explorer
+from hdet.ensemble.knobs import LearningRate
 from job import launch
 
 STEPS, SAVED_AT, INTERVAL = 20, 9, 4
@@ -39,7 +39,7 @@ class _Run:
             CosineAnnealingLR(self.optimizer, 100),
             model=model,
             interval=INTERVAL,
-            signal=signal,
+            ensemble=Ensemble(spread=0.1) if signal == "loss" else None,
             adapt=Adapt(start_steps=0, level=False),
             copies=Copies(anchor_share=share),
         )
@@ -64,7 +64,7 @@ class _Run:
         return copy.deepcopy({"optimizer": self.optimizer.state_dict(), "scheduler": self.auto.state_dict()})
 
     def copies(self) -> list[Tensor]:
-        anchor = self.auto._rounds.averager.anchor
+        anchor = self.auto._run.anchor
         assert anchor is not None
         return anchor.copies
 
@@ -102,7 +102,7 @@ def test_a_whole_anchor_serves_every_share() -> None:
     for each in (state, older):
         for share in (1, 1 / 8, 1 / 32):
             sampled = _resumed(each, run.model, share=share)
-            anchor = sampled.auto._rounds.averager.anchor
+            anchor = sampled.auto._run.anchor
             assert anchor is not None
             assert torch.equal(anchor.copies[0], anchor.kept([first], anchor.columns[:1])[0])
             assert all(lr > 0 for lr in sampled.advance(STEPS))
@@ -130,12 +130,10 @@ def _with(state: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:.*there is one")
 def test_shares_are_refused_where_the_whole_anchor_is_needed() -> None:
     copies = Copies(anchor_share=1 / 16)
-    message = 'anchor_share below 1 needs signal="gradient" without a spread'
+    message = "anchor_share below 1 needs the gradient signal without a spread"
     with pytest.raises(ValueError, match=message):
         _Run(_net(), 1 / 16, signal="loss")
     model = _net()
-    with pytest.raises(ValueError, match=message):
-        OneCycleAutoLR(torch.optim.SGD(model.parameters(), lr=0.1), 0.1, 100, cycle_momentum=False, copies=copies)
     with pytest.raises(ValueError, match=message):
         Explorer(
             model,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import Adapt, AutoLR
+from hdet import Adapt, AutoLR, Ensemble
 from job import launch
 
 STEPS, HALF, INTERVAL = 240, 120, 4
@@ -134,9 +134,9 @@ def test_all_ranks_agree_and_it_is_the_run_of_one_process(num_replicas: int, alo
 def test_the_loss_signal_cannot_have_it() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     with (
-        pytest.warns(UserWarning, match='signal="loss" compares replicas'),
-        pytest.raises(ValueError, match=r'groups="auto" needs the gradient signal: pass signal="gradient", or groups'),
+        pytest.warns(UserWarning, match="spread=0.1 compares the losses of replicas"),
+        pytest.raises(ValueError, match=r'groups="auto" needs the gradient signal: leave out the spread, or'),
     ):
-        AutoLR(CosineAnnealingLR(optimizer, 10), signal="loss", adapt=Adapt(groups="auto"))
+        AutoLR(CosineAnnealingLR(optimizer, 10), ensemble=Ensemble(spread=0.1), adapt=Adapt(groups="auto"))
     with pytest.raises(ValueError, match='groups must be one of "together", "each", "auto", but got'):
         Adapt(groups="all")  # type: ignore[arg-type]

@@ -28,11 +28,11 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hdet import Adapt, AutoLR, Copies, Faults, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Copies, Ensemble, Faults, OneCycleAutoLR
 from hdet.controllers import Decision, Evidence, EvidenceController, Hold
 from hdet.controllers.hold import HoldState
-from hdet.policy.guard import Guard
-from options import grouped
+from hdet.policy.rollback import Guard
+from options import with_ensemble
 from schedules import Wandering
 
 STEPS = 60
@@ -80,7 +80,7 @@ def lrs_of(optimizer: Optimizer) -> list[float]:
 
 def holding(schedule: LRScheduler, **options: Any) -> AutoLR:
     options = {"controller": Hold(), "signal": "gradient", "level": False, "interval": 4, **options}
-    return AutoLR(schedule, **grouped(**options))
+    return AutoLR(schedule, **with_ensemble(**options))
 
 
 # -- the schedule, unmoved ------------------------------------------------------------------------------------------
@@ -89,8 +89,8 @@ def holding(schedule: LRScheduler, **options: Any) -> AutoLR:
 def test_one_replica_with_the_loss_signal_warns_and_follows_the_schedule() -> None:
     plain, mine = two_groups(), two_groups()
     theirs = OneCycleLR(plain, 0.1, STEPS)
-    with pytest.warns(UserWarning, match='signal="loss" compares replicas, and there is one'):
-        auto = AutoLR(OneCycleLR(mine, 0.1, STEPS), signal="loss")
+    with pytest.warns(UserWarning, match="spread=0.1 compares the losses of replicas, and there is one"):
+        auto = AutoLR(OneCycleLR(mine, 0.1, STEPS), ensemble=Ensemble(spread=0.1))
     for _ in range(STEPS):
         assert lrs_of(mine) == lrs_of(plain)
         train_step(plain, theirs)
@@ -211,7 +211,7 @@ def test_a_start_far_too_low_rises_and_one_far_too_high_falls() -> None:
 def test_a_scale_for_each_group_or_one_for_all() -> None:
     for groups, count in (("together", 1), ("each", 2)):
         optimizer = two_groups()
-        auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, **grouped(groups=groups))
+        auto = AutoLR(CosineAnnealingLR(optimizer, STEPS), interval=4, **with_ensemble(groups=groups))
         for _ in range(20):
             train_step(optimizer, auto, noise=0.1)
         record = auto.history[-1]
@@ -285,7 +285,7 @@ def test_what_the_anchor_is(anchor: Any) -> None:
         for _ in range(4):
             train_step(optimizer, auto)
         weights.append([p.tolist() for group in optimizer.param_groups for p in group["params"]])
-    kept = auto._rounds.averager.anchor
+    kept = auto._run.anchor
     assert kept is not None
     assert [c.tolist() for c in kept.copies] == weights[{"start": 0, "round": 5, 2: 4}[anchor]]
 
@@ -300,7 +300,7 @@ def test_the_anchor_is_set_by_the_first_step_not_by_the_constructor() -> None:
         for group in optimizer.param_groups:
             group["params"][0].fill_(5.0)
     train_step(optimizer, auto)
-    kept = auto._rounds.averager.anchor
+    kept = auto._run.anchor
     assert kept is not None
     assert all(c.dtype == torch.bfloat16 and c.tolist() == [5.0] * 3 for c in kept.copies)
 
@@ -467,12 +467,10 @@ def test_data_that_change_are_accepted_after_some_rollbacks() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"signal": "noise"}, 'signal must be one of "auto", "gradient", "loss", but got signal=\'noise\''),
         ({"interval": 0}, "interval must be an integer >= 1, but got interval=0"),
         ({"interval": 2.5}, "interval must be an integer >= 1, but got interval=2.5"),
         ({"total_steps": 0}, "total_steps must be an integer >= 1, but got total_steps=0"),
-        ({"spread": 0.0}, "spread must be in (0, 1), but got spread=0.0"),
-        ({"spread": 1.5}, "spread must be in (0, 1), but got spread=1.5"),
+        ({"signal": "loss", "spread": 1.5}, "spread must be in [0, 1), but got spread=1.5"),
         ({"anchor": "end"}, 'anchor must be "start", "round" or a number of rounds >= 1, but got anchor=\'end\''),
         ({"anchor": 0}, 'anchor must be "start", "round" or a number of rounds >= 1, but got anchor=0'),
         ({"max_rollbacks": -1}, "max_rollbacks must be an integer >= 0, but got max_rollbacks=-1"),
@@ -482,14 +480,14 @@ def test_data_that_change_are_accepted_after_some_rollbacks() -> None:
         ({"seed": -1}, "seed must be an integer >= 0, but got seed=-1"),
         ({"bounds": (2.0, 3.0)}, "bounds must be a pair (low, high) with 0 < low <= 1 <= high < inf"),
         ({"bounds": 3.0}, "bounds must be a pair (low, high)"),
-        ({"spread": math.nan}, "spread must be in (0, 1), but got spread=nan"),
+        ({"signal": "loss", "spread": math.nan}, "spread must be in [0, 1), but got spread=nan"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], text: str) -> None:
     optimizer = two_groups()
     before = lrs_of(optimizer)
     with pytest.raises(ValueError, match=re.escape(text)):
-        AutoLR(CosineAnnealingLR(optimizer, STEPS), **grouped(**options))
+        AutoLR(CosineAnnealingLR(optimizer, STEPS), **with_ensemble(**options))
     assert lrs_of(optimizer) == before
 
 

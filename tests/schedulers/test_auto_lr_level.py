@@ -134,7 +134,7 @@ def test_runs_from_anywhere_are_the_same_run(name: str, kind: str) -> None:
     for other in others:
         assert same(other.rows, first.rows)
         assert repr(other.history) == repr(first.history)  # where NaN is NaN
-    assert first.scheduler._rounds.policy.level.found  # type: ignore[union-attr]
+    assert first.scheduler._run.policy.level.found  # type: ignore[union-attr]
     losses = [loss for _, loss, _ in first.rows]
     assert sum(losses[-10:]) < sum(losses[:10])
     if kind == "1:10":
@@ -187,7 +187,7 @@ def test_what_was_found_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         ({"max_lr": "high"}, "max_lr must be a finite number > 0"),
         ({"probe": 3}, "probe"),
         ({"weight_decay": "learn"}, "weight_decay"),
-        ({"seed": -1}, "seed must be an integer >= 0"),
+        ({"faults": 3}, "faults must be an hdet.Faults"),
     ],
 )
 def test_a_constructor_that_fails_leaves_learning_rates_as_they_were(
@@ -471,7 +471,7 @@ def test_a_cooldown_may_begin_in_the_first_steps(begun: int) -> None:
     run.advance(begun)
     run.scheduler.cooldown(30)
     rows = run.advance(begun + 30)
-    assert run.scheduler._rounds.finished
+    assert run.scheduler._run.finished
     assert run.lrs == [0.0]
     assert all(math.isfinite(lr) and lr >= 0 for (lr,), _ in rows)
     assert max(lr for (lr,), _ in rows) > 100 * LOW

@@ -29,7 +29,7 @@ from hdet import AutoLR
 from hdet.controllers import EvidenceController
 from hdet.policy.spread import multipliers
 from job import launch
-from options import grouped
+from options import with_ensemble
 
 TOTAL_STEPS, INTERVAL, SPREAD = 22, 4, 0.3
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -82,7 +82,7 @@ class _Run:
             "controller": EvidenceController(),
             **options,
         }
-        self.scheduler = AutoLR(schedule(self.optimizer), model=self.model, **grouped(**options))
+        self.scheduler = AutoLR(schedule(self.optimizer), model=self.model, **with_ensemble(**options))
 
     def loss(self) -> Tensor:
         """Of this rank's part of a batch of 12 rows."""
@@ -255,7 +255,7 @@ def _go_on(path: str, signal: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "the round that ended at step")
     run = _Run(signal)
     run.load(path)
-    out: dict[str, Any] = {"lrs": run.lrs(), "schedule": list(run.scheduler._wrapped.lrs)}
+    out: dict[str, Any] = {"lrs": run.lrs(), "schedule": list(run.scheduler._schedule.lrs)}
     with run.scheduler.converged():
         out["rounds"] = _rounds(run)
         out["centre"] = run.weights()
@@ -394,10 +394,10 @@ def _optimizer_state(run: _Run) -> list[Any]:
 
 def _on_the_line(run: _Run, centre: list[float]) -> bool:
     """Whether this replica is at A + rho (centre - A)."""
-    loop = run.scheduler._rounds
-    assert loop.averager.anchor is not None
-    anchor = np.concatenate([c.flatten().numpy() for c in loop.averager.anchor.copies])
-    rho = loop.steering.multipliers[0, run.rank] if loop.apart else 1.0
+    loop = run.scheduler._run
+    assert loop.anchor is not None
+    anchor = np.concatenate([c.flatten().numpy() for c in loop.anchor.copies])
+    rho = loop.steering.multipliers[0, run.rank] if loop.replication.differs else 1.0
     return bool(np.allclose(run.weights(), anchor + rho * (np.array(centre) - anchor), rtol=1e-10, atol=1e-12))
 
 

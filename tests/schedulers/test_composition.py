@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
 
 from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
 from job import launch
-from options import grouped
+from options import with_ensemble
 
 
 def _optimizer(lr: float | Tensor = 0.1) -> torch.optim.SGD:
@@ -37,7 +37,7 @@ def _update(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _auto(optimizer: torch.optim.Optimizer, **settings: Any) -> AutoLR:
-    return AutoLR(CosineAnnealingLR(optimizer, 40), **grouped(**{"interval": 2, "level": False, **settings}))
+    return AutoLR(CosineAnnealingLR(optimizer, 40), **with_ensemble(**{"interval": 2, "level": False, **settings}))
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -53,7 +53,7 @@ def test_around_sequentiallr_it_warms_up() -> None:
     optimizer = _optimizer()
     parts = [LinearLR(optimizer, 0.1, total_iters=5), CosineAnnealingLR(optimizer, 40)]
     auto = AutoLR(SequentialLR(optimizer, parts, milestones=[5]), interval=2, adapt=Adapt(level=False))
-    auto._rounds.policy.acting = (100, 100)  # the schedule alone
+    auto._run.policy.acting = (100, 100)  # the schedule alone
     for _ in range(5):
         auto.step(_update(optimizer))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR
-from hdet.knobs import WeightDecay
+from hdet import Adapt, AutoLR, Ensemble, Explorer, OneCycleAutoLR
+from hdet.ensemble.knobs import WeightDecay
 
 
 class Run:
@@ -54,8 +54,8 @@ def test_a_one_cycle_on_one_process_has_finished_at_total_steps() -> None:
 
 def test_a_loss_signal_of_one_replica_has_finished_at_total_steps() -> None:
     run = Run()
-    with pytest.warns(UserWarning, match='signal="loss" compares replicas, and there is one'):
-        scheduler = AutoLR(run.optimizer, total_steps=7, signal="loss")
+    with pytest.warns(UserWarning, match="spread=0.1 compares the losses of replicas, and there is one"):
+        scheduler = AutoLR(run.optimizer, total_steps=7, ensemble=Ensemble(spread=0.1))
     run.train(scheduler, 6)
     assert not scheduler.finished
     run.train(scheduler, 1)

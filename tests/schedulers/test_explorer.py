@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
-from hdet import AutoLR, Averaging, Explorer, OneCycleAutoLR, knobs
-from hdet.controllers import Evidence, JointController
+from hdet import AutoLR, Averaging, Ensemble, Explorer, OneCycleAutoLR, knobs
+from hdet.controllers import Evidence
+from hdet.ensemble.controllers import JointController
+from hdet.ensemble.explorer import LR_OPTIMISM
 from hdet.policy.spread import assign
-from hdet.schedulers.explorer import LR_OPTIMISM
-from hdet.weights.outer import state_tensors
+from hdet.replication import state_tensors
 from job import launch
-from options import grouped
+from options import grouped, with_ensemble
 
 TOTAL_STEPS, INTERVAL, LR, DECAY, BETA = 18, 4, 0.02, 0.05, 0.9
 
@@ -129,11 +130,11 @@ class _Run:
         if face == "auto":
             schedule = CosineAnnealingLR(self.optimizer, TOTAL_STEPS)
             common |= {"interval": INTERVAL, "start_steps": 0, "level": False}
-            self.face = AutoLR(schedule, **grouped(**common))
+            self.face = AutoLR(schedule, **with_ensemble(**common))
         elif face == "one cycle":
             self.face = OneCycleAutoLR(
                 self.optimizer, LR, TOTAL_STEPS, model_sync_interval=INTERVAL, cycle_momentum=False,
-                auto_lr_warmup_steps=0, **grouped(**common),
+                auto_lr_warmup_steps=0, **with_ensemble(**common),
             )  # fmt: skip
         else:
             model = common.pop("model")
@@ -180,9 +181,9 @@ class _Run:
 
     def own_values(self, rank: int | None) -> list[float]:
         """What the knobs beside the learning rate ought to be on a replica; None for their base."""
-        loop = self.face._rounds
+        loop = self.face._run
         positions = loop.steering.positions(rank).tolist()
-        return [knob.value_at(place) for knob, place in zip(loop.knobs, positions, strict=True)]
+        return [knob.value_at(place) for knob, place in zip(loop.replication.knobs, positions, strict=True)]
 
     def weights(self) -> list[float]:
         return [v for p in self.net.parameters() for v in p.detach().flatten().tolist()]
@@ -253,7 +254,7 @@ def _end(name: str) -> dict[str, Any]:
     with run.face.converged():
         out["inside"] = run.values(), run.weights()
         out["base"] = run.own_values(None)
-        out["inside scale"] = run.face._rounds.steering.scales[0]
+        out["inside scale"] = run.face._run.steering.scales[0]
         with run.face.converged():
             out["nested"] = run.values(), run.weights()
     out["again"] = run.values(), run.weights()
@@ -270,8 +271,8 @@ def _end(name: str) -> dict[str, Any]:
     other.face.finish()
     out["finished"] = other.values(), other.weights()
     out["finished base"] = other.own_values(None)
-    out["scale"] = other.face._rounds.steering.scales[0]
-    out["end scale"] = run.face._rounds.steering.scales[0]
+    out["scale"] = other.face._run.steering.scales[0]
+    out["end scale"] = run.face._run.steering.scales[0]
     out["after finish"] = _error(other.step)
     return out
 
@@ -995,7 +996,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         _explore(outer="nesterov"),
         'ValueError: outer="nesterov" needs replicas that differ; use gradients="local", or pass knobs',
     ),
-    "no knob": (_explore("eps"), "TypeError: knobs must be made of hdet.knobs, but got str"),
+    "no knob": (_explore("eps"), "TypeError: knobs must be made of hdet.ensemble.knobs, but got str"),
     "no probe": (
         _explore(knobs.Epsilon(), probe=1.0),
         "TypeError: probe must be a function that returns a loss, but got float",
@@ -1025,15 +1026,15 @@ def _face(kind: str, **options: Any) -> Any:
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY)
     if kind == "auto":
-        return AutoLR(CosineAnnealingLR(optimizer, 10), **options)
-    return OneCycleAutoLR(optimizer, LR, 10, auto_lr_warmup_steps=2, **options)
+        return AutoLR(CosineAnnealingLR(optimizer, 10), **with_ensemble(**options))
+    return OneCycleAutoLR(optimizer, LR, 10, auto_lr_warmup_steps=2, **with_ensemble(**options))
 
 
 def test_knobs_that_would_never_move_are_refused() -> None:
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY)
     with pytest.raises(ValueError, match="auto_lr_warmup_steps must be smaller than the 10 total steps for knobs"):
-        OneCycleAutoLR(optimizer, LR, 10, model=net, knobs=[knobs.WeightDecay()], probe=lambda: 1.0)
+        OneCycleAutoLR(optimizer, LR, 10, model=net, ensemble=Ensemble(knobs=[knobs.WeightDecay()]), probe=lambda: 1.0)
 
 
 @pytest.mark.parametrize("kind", ["auto", "one cycle"])
@@ -1159,7 +1160,10 @@ def test_misuse_raises_on_every_replica(misuse: list[dict[str, Any]]) -> None:
         assert result["another scheduler"].startswith(
             "RuntimeError: learning rates must be left to the Explorer that explores them, but ["
         )
-        assert "use AutoLR(schedule, knobs=[...]) instead of a LearningRate knob" in result["another scheduler"]
+        assert (
+            "use AutoLR(schedule, ensemble=Ensemble(knobs=[...])) instead of a LearningRate knob"
+            in result["another scheduler"]
+        )
         assert "needs a loss from every replica in every round, but replicas [0, 1] gave none" in result["no losses"]
         assert len(result["apart"]) == 1
         assert "state_dict() at step 3, where replicas are apart" in result["apart"][0]
@@ -1180,7 +1184,7 @@ def test_misuse_raises_on_every_replica(misuse: list[dict[str, Any]]) -> None:
         ("one more on replica 0", "knob beta2=Beta2(start=0.999"),
         ("one more on replica 1", "knob beta2="),
         ("another", "knob eps=Epsilon(start=1e-08"),
-        ("outer", "outer=OuterStep('nesterov', lr=0.7, momentum=0.9) on replicas [0], OuterStep('mean'"),
+        ("outer", "outer=Nesterov(lr=0.7, momentum=0.9) on replicas [0], Mean()"),
     ],
 )
 def test_replicas_that_disagree_about_their_knobs_all_say_so(

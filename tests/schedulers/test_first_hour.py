@@ -158,12 +158,11 @@ def test_steps_and_periods_are_kept_unless_told_otherwise(name: str) -> None:
     make = WITHOUT_END.get(name, inside)
 
     def end(**settings: Any) -> float:
-        return _Job(lambda o: AutoLR(make(o), total_steps=1000, **settings)).scheduler._rounds.policy.acting[1]  # type: ignore[no-any-return]
+        return _Job(lambda o: AutoLR(make(o), total_steps=1000, **settings)).scheduler._run.policy.acting[1]  # type: ignore[no-any-return]
 
     assert end() == 200
     assert end(adapt=Adapt(shape="free")) > 500
     assert end(adapt=Adapt(hold_share=0.1)) == 900
-    assert end(signal="gradient") == 200
     assert end(adapt=Adapt(level=False)) > 500
 
 
@@ -271,8 +270,8 @@ def test_max_lr_by_param_group() -> None:
         max_lr=[0.03, 0.02],
         adapt=Adapt(groups="each", level=False),
     )
-    scheduler._rounds.steering.multiply(9.0)
-    scheduler._rounds.values.update()
+    scheduler._run.steering.multiply(9.0)
+    scheduler._run.lrs.update()
     scheduler._refresh()
     assert scheduler.get_last_lr() == pytest.approx([0.03, 0.02])
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
@@ -347,7 +346,7 @@ def test_a_schedule_that_is_under_way_starts_at_a_scale_of_1() -> None:
     job.train(100)
     scheduler = AutoLR(job.scheduler)
     assert scheduler.get_last_lr() == job.scheduler.get_last_lr()
-    assert not scheduler._rounds.policy.searching
+    assert not scheduler._run.policy.searching
 
 
 @pytest.mark.parametrize(
@@ -372,4 +371,4 @@ def test_what_hdet_did_not_write_is_refused_without_talk_of_versions(state: Any,
         job.scheduler.load_state_dict(state)
     assert "version" not in str(caught.value)
     assert job.scheduler.last_epoch == 0
-    assert job.scheduler._rounds.policy.searching
+    assert job.scheduler._run.policy.searching

@@ -35,7 +35,7 @@ def test_a_plain_schedule_gives_the_same_learning_rates_again() -> None:
     optimizer = make_optimizer("adam", net().parameters(), 7.0)
     schedule = found.as_schedule(optimizer)
     assert isinstance(schedule, LambdaLR)
-    interval = run.scheduler._rounds.policy.interval
+    interval = run.scheduler._run.policy.interval
     for step in range(TOTAL_STEPS - found.steps[0]):
         at = step + found.steps[0]
         near = lrs[max(at - interval, 0) : at + interval + 1]
@@ -106,7 +106,7 @@ def test_a_cooldown_ends_a_run_of_unknown_length() -> None:
     run.scheduler.cooldown(10)  # on the way: it goes on from there, faster
     lrs = [row[0][0] for row in run.advance(begun + 30)]
     assert lrs == pytest.approx([peak / 2 * (1 - k / 10) for k in range(1, 11)], abs=1e-15)
-    assert run.scheduler._rounds.finished
+    assert run.scheduler._run.finished
     assert run.scheduler.found().total_steps == begun + 30
     with pytest.raises(RuntimeError, match=r"cooldown\(\) must be called before training ends, but it has ended"):
         run.scheduler.cooldown(10)
@@ -123,7 +123,7 @@ def test_a_cooldown_is_resumed_and_a_state_from_before_takes_it_back() -> None:
     resumed = Run("adam", total_steps=None)
     resumed.load(state)
     assert resumed.advance(210) == rows
-    assert resumed.scheduler._rounds.finished
+    assert resumed.scheduler._run.finished
     for again in (run, resumed, Run("adam", total_steps=None)):
         again.load(before)
         assert math.isinf(again.scheduler.total_steps)
@@ -143,4 +143,4 @@ def test_a_one_cycle_is_cooled_down_before_its_end() -> None:
     run.scheduler.cooldown(20)
     run.advance(220)
     assert run.lrs == [0.0]
-    assert run.scheduler._rounds.finished
+    assert run.scheduler._run.finished

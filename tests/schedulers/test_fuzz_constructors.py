@@ -29,6 +29,7 @@ from hdet import (
     AutoLR,
     Averaging,
     Copies,
+    Ensemble,
     Explorer,
     Faults,
     OneCycleAutoLR,
@@ -36,9 +37,10 @@ from hdet import (
     knobs,
     warm_noisy_init,
 )
-from hdet.controllers import EvidenceController, JointController, PaperController
+from hdet.controllers import EvidenceController
+from hdet.ensemble.controllers import JointController, PaperController
+from hdet.ensemble.outer import Nesterov
 from hdet.sinks import JsonLinesSink, TensorBoardSink
-from hdet.weights.outer import OuterStep
 
 INTERVAL = 2
 MANY = int(os.environ.get("HDET_FUZZ_EXAMPLES", "0"))
@@ -137,18 +139,18 @@ Build = Callable[..., Callable[[], object]]
 FLAG = [True, False]
 UNIT = [0.0, 0.1, 0.9]
 GROUPS: dict[str, list[Any]] = {
-    "adapt": [Adapt(start_steps=0)], "copies": [Copies()], "faults": [Faults()], "averaging": [Averaging()]
+    "adapt": [Adapt(start_steps=0)], "copies": [Copies()], "faults": [Faults()]
 }  # fmt: skip
 CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
     "AutoLR": (
         _auto_lr,
         {
-            "schedule": ["cosine", "lambda"], "model": [None], "signal": ["auto", "gradient", "loss"],
+            "schedule": ["cosine", "lambda"], "model": [None],
             "interval": [None, 1, INTERVAL], "total_steps": [None, 100, 400],
-            "knobs": [(), [knobs.Epsilon()]], "gradients": ["shared"], "probe": [None], "process_group": [None],
-            "seed": [0, 7], **GROUPS,
+            "ensemble": [None, Ensemble(spread=0.1), Ensemble(knobs=[knobs.Epsilon()], seed=7)], "probe": [None],
+            "process_group": [None], **GROUPS,
         },
-        "knobs",
+        "ensemble",
     ),
     "OneCycleAutoLR": (
         lambda s, **a: lambda: s.train(OneCycleAutoLR(s.optimizer, **a)),
@@ -162,8 +164,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
             "enable_auto_lr": FLAG, "loss_scale": [0.1], "lr_of_lr": [0.0, 0.5], "momentum_of_lr": UNIT,
             "rank": [0], "world_size": [1], "model": [None], "process_group": [None],
             "decay": ["schedule", "floor", "printed"],
-            "knobs": [(), [knobs.Epsilon()]], "gradients": ["shared"], "probe": [None],
-            "seed": [0], **GROUPS,
+            "ensemble": [Ensemble(), Ensemble(knobs=[knobs.Epsilon()])], "probe": [None], "faults": [Faults()],
         },
         "OneCycleLR|replicas|auto-LR",
     ),
@@ -172,7 +173,8 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         {
             "knobs": [[knobs.Epsilon()], [knobs.LearningRate(), knobs.Beta2()]], "interval": [1, INTERVAL],
             "gradients": ["shared", "local"], "probe": [None, lambda: 1.0], "total_steps": [None, 3],
-            "process_group": [None], "seed": [0], **GROUPS,
+            "process_group": [None], "seed": [0], "averaging": [Averaging()], "horizon": ["short"],
+            "assignment": ["balanced", "permutation"], **GROUPS,
         },
         "model|optimizer",
     ),
@@ -240,19 +242,18 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         {"spread": UNIT, "groups": ["together", "each"], "adapt": FLAG},
         "learning_rate",
     ),
-    "OuterStep": (
-        lambda s, **a: lambda: s.explore(averaging=Averaging(outer=OuterStep(**a))),
-        {"kind": ["mean", "fittest", "nesterov"], "lr": [0.7, 1.0], "momentum": UNIT},
+    "Nesterov": (
+        lambda s, **a: lambda: s.explore(averaging=Averaging(outer=Nesterov(**a))),
+        {"lr": [0.7, 1.0], "momentum": UNIT},
         "outer",
     ),
     "Adapt": (
         lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, adapt=Adapt(**a))(),
         {
-            "controller": [None, EvidenceController(), PaperController()], "spread": [0.1, 0.5],
+            "controller": [None, EvidenceController(), PaperController()],
             "anchor": ["start", "round", 3], "groups": ["together", "each"], "level": [None, True, False],
             "start_steps": [None, 0, 5], "hold_share": UNIT,
             "bounds": [(1e-3, 1e3), (1.0, 1.0)], "sample_every": [None, 1, 5],
-            "assignment": ["balanced", "permutation"],
         },
         "",
     ),
@@ -260,17 +261,17 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         lambda s, **a: lambda: s.explore(knobs.Epsilon(), adapt=Adapt(**a)),
         {
             "controller": [None, PaperController()], "anchor": ["start", "round", 2], "start_steps": [None, 0, 3],
-            "bounds": [(1e-3, 1e3)], "assignment": ["balanced", "permutation"], "level": [None], "spread": [0.1],
+            "bounds": [(1e-3, 1e3)], "level": [None],
         },
         "",
     ),
-    "Adapt, of the paper": (
-        lambda s, **a: lambda: s.train(OneCycleAutoLR(s.optimizer, 0.01, 20, adapt=Adapt(**a))),
+    "Ensemble": (
+        lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, ensemble=Ensemble(**a))(),
         {
-            "controller": [None], "bounds": [(1e-3, 1e3)], "assignment": ["balanced", "permutation"],
-            "groups": ["together"], "start_steps": [None], "spread": [0.1],
+            "spread": [0.0, 0.1, 0.5], "knobs": [(), [knobs.Epsilon()]], "gradients": ["shared"],
+            "averaging": [Averaging()], "assignment": ["balanced", "permutation"], "seed": [0, 7],
         },
-        "",
+        "knobs",
     ),
     "Copies": (
         lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, copies=Copies(**a))(),

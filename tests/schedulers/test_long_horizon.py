@@ -14,10 +14,10 @@ import torch.distributed as dist
 from numpy.testing import assert_allclose
 from torch import Tensor
 
-from hdet import Adapt, AutoLR, Averaging, Explorer, knobs
-from hdet.controllers.valley import lowest
+from hdet import Averaging, Explorer, knobs
+from hdet.ensemble.controllers.valley import lowest
+from hdet.ensemble.generations import PATIENCE
 from hdet.policy.spread import assign
-from hdet.schedulers._horizon import PATIENCE
 from job import launch
 
 INTERVAL, TOTAL_STEPS, LR, MOMENTUM, DECAY = 8, 50, 0.05, 0.8, 0.02
@@ -51,7 +51,7 @@ class _Run:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
         self.explorer = Explorer(
             self.model, self.optimizer, knobs=[knobs.WeightDecay()], interval=INTERVAL, total_steps=TOTAL_STEPS,
-            gradients="local", probe=lambda: self.loss(*HELD_OUT), adapt=Adapt(horizon="long"), **options,
+            gradients="local", probe=lambda: self.loss(*HELD_OUT), horizon="long", **options,
         )  # fmt: skip
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -319,15 +319,7 @@ def test_what_it_cannot_do_is_refused(options: dict[str, Any], text: str) -> Non
     optimizer = torch.optim.AdamW(model.parameters())
     given: dict[str, Any] = {
         "knobs": [knobs.Epsilon()], "interval": INTERVAL, "total_steps": TOTAL_STEPS, "gradients": "local",
-        "probe": lambda: 0.0, "adapt": Adapt(horizon="long"), **options,
+        "probe": lambda: 0.0, "horizon": "long", **options,
     }  # fmt: skip
     with pytest.raises(ValueError, match=text):
         Explorer(model, optimizer, **given)
-
-
-def test_beside_a_learning_rate_that_moves_it_is_refused() -> None:
-    optimizer = torch.optim.AdamW(torch.nn.Linear(5, 1).parameters())
-    with pytest.raises(
-        ValueError, match="horizon must be left out: a learning rate that is learned moves in every round"
-    ):
-        AutoLR(optimizer, total_steps=400, knobs=[knobs.Epsilon()], adapt=Adapt(horizon="long"))

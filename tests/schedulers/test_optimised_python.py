@@ -36,7 +36,7 @@ print(round(lrs[1] / lrs[0], 6))
 
 _BAD_SIGNAL = """
 from hdet.signals.base import Reading
-from hdet.signals.loss import LossSignal
+from hdet.ensemble.signals import LossSignal
 from hdet.testing import check_signal
 
 class Wrong(LossSignal):

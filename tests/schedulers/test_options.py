@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from hdet import Adapt, AutoLR, Averaging, Copies, Explorer, Faults, OneCycleAutoLR, knobs
-from hdet.controllers import EvidenceController, PaperController
-from hdet.weights.outer import OuterStep
+from hdet import Adapt, AutoLR, Averaging, Copies, Ensemble, Explorer, Faults, OneCycleAutoLR, knobs
+from hdet.ensemble.controllers import PaperController
+from hdet.ensemble.outer import Nesterov
 from job import launch
-from options import GROUPS, grouped
+from options import GROUPS, grouped, with_ensemble
 
 SCHEDULERS = (AutoLR, OneCycleAutoLR, Explorer)
 
@@ -30,12 +30,12 @@ def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def _auto(**options: Any) -> AutoLR:
     model, optimizer = _model()
-    return AutoLR(CosineAnnealingLR(optimizer, 400), model=model, **{"interval": 2, **grouped(**options)})
+    return AutoLR(CosineAnnealingLR(optimizer, 400), model=model, **{"interval": 2, **with_ensemble(**options)})
 
 
 def _cycle(**options: Any) -> OneCycleAutoLR:
     model, optimizer = _model()
-    return OneCycleAutoLR(optimizer, 0.01, 40, cycle_momentum=False, model=model, **grouped(**options))
+    return OneCycleAutoLR(optimizer, 0.01, 40, cycle_momentum=False, model=model, **with_ensemble(**options))
 
 
 def _explorer(**options: Any) -> Explorer:
@@ -45,12 +45,14 @@ def _explorer(**options: Any) -> Explorer:
 
 def test_the_same_thing_has_the_same_name_and_default_everywhere() -> None:
     found = [inspect.signature(kind).parameters for kind in SCHEDULERS]
-    assert len(found[0]) == 16
-    shared = ["knobs", "gradients", "probe", "process_group", "seed", *GROUPS]
+    assert len(found[0]) == 12
+    shared = ["probe", "process_group", "faults"]
     for name in shared:
         assert len({repr(parameters[name].default) for parameters in found}) == 1, name
         assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for parameters in found)
-    assert [found[0][name].default for name in GROUPS] == [kind() for kind in GROUPS.values()]
+    groups = ("adapt", "copies", "faults")
+    assert [found[0][name].default for name in groups] == [GROUPS[name]() for name in groups]
+    assert len(found[1]) == 14 + 9 + 6  # torch's, the paper's, ours
 
 
 @pytest.mark.parametrize("kind", GROUPS.values())
@@ -72,16 +74,13 @@ def test_controllers_are_told_apart_by_their_kind() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "spread of Explorer": (_explorer, {"spread": 0.2}, "spread must be left out: Explorer spreads knobs"),
     "groups of Explorer": (_explorer, {"groups": "each"}, "groups must be left out: Explorer has it in knobs"),
     "level": (_explorer, {"level": False}, "level must be left out: Explorer"),
     "hold_share": (_explorer, {"hold_share": 0.0}, "hold_share must be left out: Explorer adapts to the end"),
     "sample_every": (_explorer, {"sample_every": 2}, "sample_every must be left out: Explorer compares losses"),
-    "spread of the paper": (_cycle, {"spread": 0.2}, "has it as ensemble_lr_spread_ratio; got spread=0.2"),
-    "controller of the paper": (_cycle, {"controller": EvidenceController()}, "OneCycleAutoLR has the paper's"),
-    "anchor of the paper": (_cycle, {"anchor": "round"}, "measures from the last converge; got anchor='round'"),
-    "groups of the paper": (_cycle, {"groups": "each"}, "has a scale for each param group"),
-    "start of the paper": (_cycle, {"start_steps": 3}, "starts after auto_lr_warmup_steps; got start_steps=3"),
+    "spread of the paper": (
+        _cycle, {"ensemble": Ensemble(spread=0.2)}, "has it as ensemble_lr_spread_ratio; got spread=0.2"
+    ),
     "outer with a schedule": (_auto, {"outer": "nesterov"}, 'pass gradients="local"; got outer=\'nesterov\''),
     "state with a schedule": (_auto, {"optimizer_state": "average"}, "optimizer_state must be left out: with"),
     "outer of the paper": (_cycle, {"outer": "fittest"}, "outer must be left out: with a schedule it needs replicas"),
@@ -97,38 +96,40 @@ def test_what_has_no_use_is_refused(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_a_default_that_is_spelled_out_is_no_mistake() -> None:
-    _explorer(spread=0.1, level=None)
-    _cycle(spread=0.1, groups="together", hold_share=None)
+    _explorer(groups="together", level=None)
 
 
 @pytest.mark.parametrize("steps", [None, 400])
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_base_values_wait_a_fiftieth_of_the_run_where_its_length_is_known(steps: int | None) -> None:
-    assert _explorer(total_steps=steps)._rounds.policy.acting[0] == (steps or 0) // 50
-    assert _auto(total_steps=steps, level=False)._rounds.policy.acting[0] == 8
-    assert _auto(total_steps=steps)._rounds.policy.acting[0] == 0  # where the level is found
-    assert _explorer(total_steps=steps, start_steps=3)._rounds.policy.acting[0] == 3
+    assert _explorer(total_steps=steps)._run.policy.acting[0] == (steps or 0) // 50
+    assert _auto(total_steps=steps, level=False)._run.policy.acting[0] == 8
+    assert _auto(total_steps=steps)._run.policy.acting[0] == 0  # where the level is found
+    assert _explorer(total_steps=steps, start_steps=3)._run.policy.acting[0] == 3
 
 
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 def test_two_runs_may_share_options_and_not_what_an_outer_step_remembers() -> None:
-    shared = OuterStep("nesterov", lr=0.5, momentum=0.3)
-    outers = [_explorer(gradients="local", outer=shared)._rounds.averager.outer for _ in range(2)]
+    shared = Nesterov(lr=0.5, momentum=0.3)
+    outers = [
+        _explorer(gradients="local", outer=shared)._run.replication.outer  # type: ignore[attr-defined]
+        for _ in range(2)
+    ]
     assert len({id(outer) for outer in (shared, *outers)}) == 3
     assert {repr(outer) for outer in outers} == {repr(shared)}
 
 
 @pytest.mark.parametrize("rollback", [None, True, False])
 def test_rollback_is_on_unless_told(rollback: bool | None) -> None:
-    assert (_auto(rollback=rollback)._rounds.policy.rollback is not None) == (rollback is not False)
+    assert (_auto(rollback=rollback)._run.policy.rollback is not None) == (rollback is not False)
 
 
 def _trained(averaging: dict[str, Any]) -> tuple[list[float], bool]:
     model, optimizer = _model()
     schedule = CosineAnnealingLR(optimizer, 40)
     scheduler = AutoLR(
-        schedule, model=model, signal="loss", interval=4, gradients="local", averaging=Averaging(**averaging),
-        faults=Faults(rollback=True),
+        schedule, model=model, interval=4, faults=Faults(rollback=True),
+        ensemble=Ensemble(spread=0.1, gradients="local", averaging=Averaging(**averaging)),
     )  # fmt: skip
     for step in range(12):
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -151,7 +152,7 @@ def test_a_schedule_with_local_gradients_takes_an_outer_step() -> None:
     plain, nesterov, averaged = (
         launch(_trained, 2, how)
         for how in (
-            {}, {"outer": OuterStep("nesterov", lr=1.0, momentum=0.0)}, {"optimizer_state": "average"},
+            {}, {"outer": Nesterov(lr=1.0, momentum=0.0)}, {"optimizer_state": "average"},
         )
     )  # fmt: skip
     assert plain[0][0] == plain[1][0] == nesterov[0][0] == nesterov[1][0]

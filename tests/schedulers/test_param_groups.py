@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import (
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
 from job import launch
-from options import grouped
+from options import grouped, with_ensemble
 
 JOIN, STEPS = 5, 16
 SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
@@ -101,7 +101,7 @@ class Run:
 
 
 def _auto(name: str, **settings: Any) -> Callable[[nn.Module, Optimizer], AutoLR]:
-    options = grouped(**{"interval": 3, "level": False, **settings})
+    options = with_ensemble(**{"interval": 3, "level": False, **settings})
     return lambda model, o: AutoLR(SCHEDULES[name](o), model=model, **options)
 
 
@@ -220,7 +220,7 @@ def test_the_gradient_signal_measures_newcomers_from_where_they_joined() -> None
     joined_at = [p.detach().clone() for p in run.net.backbone.parameters()]
     run.join(lr=0.01)
     run.train(4)
-    torch.testing.assert_close(run.scheduler._rounds.averager.anchor.copies[2:], joined_at, rtol=0, atol=0)
+    torch.testing.assert_close(run.scheduler._run.anchor.copies[2:], joined_at, rtol=0, atol=0)
 
 
 # -- replicas ------------------------------------------------------------------------------------------------------

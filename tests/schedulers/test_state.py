@@ -433,7 +433,7 @@ def test_a_broken_state_is_refused_and_changes_nothing(name: str) -> None:
     edit(broken)
     groups = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in run.optimizer.param_groups])
     state = copy.deepcopy(run.scheduler.state_dict())
-    factors = list(run.scheduler._rounds.values.factors)
+    factors = list(run.scheduler._run.lrs.factors)
     last = list(run.scheduler.get_last_lr())
     try:
         with pytest.raises(ValueError, match=text):
@@ -441,7 +441,7 @@ def test_a_broken_state_is_refused_and_changes_nothing(name: str) -> None:
     finally:
         assert [{k: v for k, v in g.items() if k != "params"} for g in run.optimizer.param_groups] == groups
         assert repr(run.scheduler.state_dict()) == repr(state)
-        assert run.scheduler._rounds.values.factors == factors
+        assert run.scheduler._run.lrs.factors == factors
         assert run.scheduler.get_last_lr() == last
     twin = _alone()
     twin.advance(5)

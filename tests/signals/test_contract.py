@@ -12,13 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hdet.checks import FloatArray
+from hdet.ensemble.signals import LossSignal, ProbeSignal
 from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
 from hdet.signals.base import Reading, Signal, merged
 from hdet.signals.gradient import GradientSignal
 from hdet.signals.held_out import HeldOutGradient
-from hdet.signals.loss import LossSignal
-from hdet.signals.probe import ProbeSignal
 from hdet.signals.update_size import UpdateSize
 from hdet.testing import check_signal
 from hdet.weights.anchor import Anchor

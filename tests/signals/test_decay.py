@@ -14,9 +14,9 @@ from test_held_out import Points
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from hdet import Adapt, AutoLR, Found, knobs
+from hdet import Adapt, AutoLR, Ensemble, Found, knobs
 from hdet.controllers.hold import Hold
-from hdet.engine.journal import Journal
+from hdet.history import History
 from hdet.signals.decay import DecayLearner, is_coupled
 
 
@@ -141,9 +141,9 @@ def test_a_state_has_the_same_form_at_any_time() -> None:
     ("more", "what"),
     [
         ({"probe": None}, "needs probe=, a loss on held-out data: the training loss always asks for less"),
-        ({"signal": "loss"}, 'needs signal="gradient"'),
-        ({"knobs": [knobs.WeightDecay()]}, "needs knobs= to be left out"),
-        ({"gradients": "local"}, 'needs gradients="shared"'),
+        ({"ensemble": Ensemble(spread=0.1)}, "needs the gradient signal"),
+        ({"ensemble": Ensemble(knobs=[knobs.WeightDecay()])}, "needs knobs= to be left out"),
+        ({"ensemble": Ensemble(gradients="local")}, 'needs gradients="shared"'),
         ({"given": "more"}, r"weight_decay must be None, \"learn\" or a pair"),
         ({"given": (1.0, 0.1)}, r"weight_decay must be None, \"learn\" or a pair"),
         ({"start": 20.0}, r"weight_decay must start inside \[0.0001, 10\] to be learned, but got \[20.0\]"),
@@ -194,11 +194,11 @@ def test_a_run_that_overfits_is_told_when_to_stop() -> None:
 def test_what_was_lowest_is_resumed() -> None:
     task, scheduler = make_run(400)
     task.train(scheduler, 200)
-    journal = scheduler._rounds.journal
+    journal = scheduler._run.history
     assert journal.lowest is not None
     again = make_run(400)[1]
     again.load_state_dict(copy.deepcopy(scheduler.state_dict()))
-    assert again._rounds.journal.lowest == journal.lowest
+    assert again._run.history.lowest == journal.lowest
     state = copy.deepcopy(scheduler.state_dict())
     state["rounds"]["lowest"] = [1.0]
     with pytest.raises(ValueError, match="lowest must"):
@@ -206,7 +206,7 @@ def test_what_was_lowest_is_resumed() -> None:
 
 
 def test_the_journal_calls_a_loss_worse_where_both_errors_are_beaten() -> None:
-    journal = Journal()
+    journal = History()
     for step, mean, worse in ((10, 1.0, None), (20, 0.5, None), (30, 0.75, None), (40, 0.8, 20), (50, 0.6, None)):
         journal._follow(step, mean, 0.1)
         assert journal.worse_since == worse

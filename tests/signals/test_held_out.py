@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet import Adapt, AutoLR
-from hdet.policy.faded import Faded, certain
+from hdet.policy.decayed_mean import DecayedMean, certain
 from hdet.replicas.group import Replicas
 from hdet.signals.held_out import PROBE_EVERY, HeldOutGradient, probe_gradients
 from hdet.weights.anchor import Anchor
@@ -133,7 +133,7 @@ def test_a_gap_within_its_error_changes_nothing() -> None:
 
 def test_the_error_of_a_faded_mean() -> None:
     generator = np.random.default_rng(1)
-    faded = Faded(500, 0.85)
+    faded = DecayedMean(500, 0.85)
     for _ in range(200):
         faded.add(generator.normal(0.0, 1.0, 500))
     assert_allclose(np.std(faded.mean), math.sqrt(0.15 / 1.85), rtol=0.1)
@@ -262,7 +262,7 @@ def _slopes_of_ranks(kind: str) -> list[float]:
         optimizer, total_steps=40, model=model, probe=lambda: loss_of(model, 10 + rank), interval=5,
         weight_decay="learn", adapt=Adapt(level=False),
     )  # fmt: skip
-    signal: Any = scheduler._rounds.signals[0]
+    signal: Any = scheduler._run.signals[0]
     signal.probe_every = 1
     for step in range(10):
         optimizer.zero_grad()

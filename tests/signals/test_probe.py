@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hdet.ensemble.signals import evaluate
 from hdet.signals.held_out import probe_gradients
-from hdet.signals.probe import evaluate
 
 
 def _model() -> nn.Sequential:

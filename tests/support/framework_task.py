@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from hdet import Adapt, AutoLR
+from hdet import Adapt, AutoLR, Ensemble
 from hdet.launch import launch
 
 BATCH = 4
@@ -27,7 +27,9 @@ SAVED_STEP = 6
 """In the middle of a round of 4."""
 
 GRADIENT: dict[str, Any] = {"interval": 2, "adapt": Adapt(start_steps=0, level=False)}
-APART: dict[str, Any] = {"signal": "loss", "interval": 4, "adapt": Adapt(spread=0.3, start_steps=0, level=False)}
+APART: dict[str, Any] = {
+    "ensemble": Ensemble(spread=0.3), "interval": 4, "adapt": Adapt(start_steps=0, level=False)
+}  # fmt: skip
 
 Order = Literal["interleaved", "blocks"]
 Results = tuple[list[dict[str, Any]], Path]

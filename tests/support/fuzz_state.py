@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneC
 from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
 from hdet.controllers import Decision, Evidence
 from hdet.launch import launch
-from options import grouped
+from options import grouped, with_ensemble
 
 TOTAL, INTERVAL = 24, 3
 
@@ -86,7 +86,7 @@ class Subject:
             elif detail == "loss":
                 self.end = TOTAL
                 options |= {"signal": "loss", "level": False, "start_steps": 1}
-            return AutoLR(schedule, **grouped(**options))
+            return AutoLR(schedule, **with_ensemble(**options))
         if name == "OneCycleAutoLR":
             self.end = TOTAL
             options |= {"total_steps": TOTAL, "model_sync_interval": INTERVAL, "auto_lr_warmup_steps": 2}
@@ -95,7 +95,7 @@ class Subject:
                 options["decay"] = "floor"
             if detail == "knobs":
                 options |= {"knobs": self._knobs(), "gradients": "local", "probe": self.loss}
-            return OneCycleAutoLR(optimizer, [0.02, 0.01], **options)
+            return OneCycleAutoLR(optimizer, [0.02, 0.01], **with_ensemble(**options))
         rate = knobs.LearningRate(groups="each")
         if detail == "nesterov":
             options = {"gradients": "local", "probe": self.loss, "outer": "nesterov"}

@@ -32,8 +32,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as lrs
 
 import hdet
-from hdet import Adapt, AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR, knobs
-from hdet.controllers import EvidenceController, PaperController
+from hdet import Adapt, AutoLR, Averaging, Ensemble, Explorer, Faults, OneCycleAutoLR, knobs
+from hdet.controllers import EvidenceController
+from hdet.ensemble.controllers import PaperController
 from hdet.launch import launch
 
 PATH = Path(__file__).parent.parent / "golden" / "trajectories.json"
@@ -216,6 +217,7 @@ def _one_cycle(model: Model, /, **kw: Any) -> Any:
     return OneCycleAutoLR(_optimizer(model, Adam, 0.05, 2), **settings)
 
 
+APART = Ensemble(spread=0.1)
 PAPER: dict[str, Any] = {
     "ensemble_lr_spread_ratio": 1 / 9,
     "enable_auto_lr": True,
@@ -272,16 +274,18 @@ ALONE: Settings = {
 
 TOGETHER: Settings = {
     "two ranks": lambda: run(_auto, 120),
-    "two ranks compare losses": lambda: run(partial(_auto, signal="loss", interval=6), 120),
-    "two ranks compare losses, resumed": lambda: run(partial(_auto, signal="loss", interval=6), 120, resume_at=63),
-    "two ranks, rollback": lambda: run(partial(_auto, signal="loss", interval=6), 120, broken_at=63),
+    "two ranks compare losses": lambda: run(partial(_auto, ensemble=APART, interval=6), 120),
+    "two ranks compare losses, resumed": lambda: run(partial(_auto, ensemble=APART, interval=6), 120, resume_at=63),
+    "two ranks, rollback": lambda: run(partial(_auto, ensemble=APART, interval=6), 120, broken_at=63),
     "two ranks, a knob beside": lambda: run(
-        lambda model: _probed(model, knobs=[knobs.WeightDecay()], gradients="local", interval=6), 120, local=True
+        lambda model: _probed(
+            model, ensemble=Ensemble(knobs=[knobs.WeightDecay()], gradients="local"), interval=6
+        ), 120, local=True,
     ),
     "the paper's": lambda: run(partial(_one_cycle, **PAPER), 90),
     "the paper's, resumed": lambda: run(partial(_one_cycle, **PAPER, decay="floor"), 90, resume_at=47),
     "the paper's, by AutoLR": lambda: run(
-        partial(_around, schedule=lambda o: lrs.OneCycleLR(o, [0.05, 0.01], 120), signal="loss", interval=6,
+        partial(_around, schedule=lambda o: lrs.OneCycleLR(o, [0.05, 0.01], 120), ensemble=APART, interval=6,
                 adapt=Adapt(controller=PaperController(0.1), groups="each")), 120,
     ),
     "no spread": lambda: run(_one_cycle, 90),
@@ -298,7 +302,7 @@ TOGETHER: Settings = {
     ),
     "generations": lambda: run(
         partial(_explorer, explored=lambda: [knobs.WeightDecay()], gradients="local", probe=True, total_steps=80,
-                adapt=Adapt(horizon="long")), 80, local=True,
+                horizon="long"), 80, local=True,
     ),
     "quarantine": lambda: run(
         partial(_explorer, explored=lambda: [knobs.LearningRate(spread=0.3)], gradients="local", kind=SGD,
@@ -332,7 +336,7 @@ def run_together() -> dict[str, Any]:
 def trajectories() -> dict[str, Any]:
     """All of them, as they are now."""
     alone = run_all(ALONE)
-    first, second = launch(run_together, 2, timeout_s=100)
+    first, second = launch(run_together, 2, timeout_s=400)
     for name, found in first.items():
         found["second rank"] = {key: second[name][key] for key in ("lrs", "weights")}
     found = alone | first

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from hdet import AutoLR
 from hdet.policy.level import Level
 from native import gathered, held, weights
-from options import grouped
+from options import with_ensemble
 
 TOTAL_STEPS = 400
 LOW = 1e-8
@@ -71,7 +71,7 @@ class Run:
         self.scheduler = AutoLR(
             self.optimizer if schedule is None else schedule(self.optimizer),
             model=self.model if named else None,
-            **grouped(**options),
+            **with_ensemble(**options),
         )
 
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -95,11 +95,11 @@ class Run:
 
     @property
     def searching(self) -> bool:
-        return self.scheduler._rounds.policy.searching
+        return self.scheduler._run.policy.searching
 
     @property
     def level(self) -> Level:
-        level = self.scheduler._rounds.policy.level
+        level = self.scheduler._run.policy.level
         assert level is not None
         return level
 

@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR
 from hdet.controllers import EvidenceController
-from hdet.knobs import LearningRate
+from hdet.ensemble.knobs import LearningRate
 from hdet.replicas.sharding import local_tensor
-from options import grouped
+from options import grouped, with_ensemble
 
 TOTAL_STEPS, INTERVAL, SPREAD, MAX_LR = 12, 4, 0.3, 0.05
 
@@ -82,7 +82,7 @@ def paper(optimizer: Optimizer, model: nn.Module, **options: Any) -> OneCycleAut
         "loss_scale": 0.1,
         "cycle_momentum": False,
     }
-    return OneCycleAutoLR(optimizer, MAX_LR, TOTAL_STEPS, model=model, **grouped(**{**settings, **options}))
+    return OneCycleAutoLR(optimizer, MAX_LR, TOTAL_STEPS, model=model, **with_ensemble(**{**settings, **options}))
 
 
 def loss_signal(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:
@@ -97,7 +97,7 @@ def gradient_signal(optimizer: Optimizer, model: nn.Module, **options: Any) -> A
 def _auto(optimizer: Optimizer, model: nn.Module, **options: Any) -> AutoLR:
     schedule = OneCycleLR(optimizer, MAX_LR, TOTAL_STEPS, cycle_momentum=False)
     settings: dict[str, Any] = {"interval": INTERVAL, "start_steps": 0, "level": False, "hold_share": 0.0}
-    return AutoLR(schedule, model=model, **grouped(**{**settings, **options}))
+    return AutoLR(schedule, model=model, **with_ensemble(**{**settings, **options}))
 
 
 def nesterov(optimizer: Optimizer, model: nn.Module, **options: Any) -> Explorer:

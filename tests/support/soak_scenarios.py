@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Adapt, AutoLR, Explorer, Faults, OneCycleAutoLR
-from hdet.knobs import LearningRate
+from hdet import Adapt, AutoLR, Ensemble, Explorer, Faults, OneCycleAutoLR
+from hdet.ensemble.knobs import LearningRate
 from hdet.testing import Fault, Injector, collect_weights
 
 NUM_STEPS, INTERVAL, LR = 28, 4, 0.1
@@ -154,17 +154,19 @@ class Training:
 
     def _scheduler(self) -> Any:
         s, optimizer = self.scenario, self.optimizer
-        options: dict[str, Any] = {"gradients": s.gradients, "seed": s.seed, "faults": s.handling}
+        options: dict[str, Any] = {"faults": s.handling}
+        apart: dict[str, Any] = {"gradients": s.gradients, "seed": s.seed}
         if s.face == "paper":
             options |= {"ensemble_lr_spread_ratio": 0.3, "model_sync_interval": INTERVAL, "enable_auto_lr": True}
             options |= {"auto_lr_warmup_steps": 0, "loss_scale": 0.1, "cycle_momentum": False}
-            return OneCycleAutoLR(optimizer, LR, NUM_STEPS, model=self.model, **options)
+            return OneCycleAutoLR(optimizer, LR, NUM_STEPS, model=self.model, ensemble=Ensemble(**apart), **options)
         if s.face in ("loss", "gradient"):
             schedule = OneCycleLR(optimizer, LR, NUM_STEPS, cycle_momentum=False)
-            options |= {"signal": s.face, "adapt": Adapt(spread=0.3, start_steps=0, hold_share=0.0)}
+            options |= {"adapt": Adapt(start_steps=0, hold_share=0.0)}
+            options |= {"ensemble": Ensemble(spread=0.3 if s.face == "loss" else 0.0, **apart)}
             return AutoLR(schedule, model=self.model, interval=INTERVAL, **options)
         knobs = [LearningRate(spread=0.3)] if s.face == "explorer" else []
-        return Explorer(self.model, optimizer, knobs=knobs, interval=INTERVAL, **options)
+        return Explorer(self.model, optimizer, knobs=knobs, interval=INTERVAL, **apart, **options)
 
     def advance(self, until: int, faults: tuple[Fault, ...] = (), *, save_at: int = 0, folder: str = "") -> None:
         inject = Injector(faults, self.rank)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hdet.checks import FloatArray
-from hdet.controllers import PaperController
 from hdet.controllers.base import Evidence
+from hdet.ensemble.controllers import PaperController
 from hdet.policy.spread import assign, multipliers
 
 NUM_REPLICAS, SPREAD, NUM_ROUNDS = 4, 0.1, 600

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from torch import Tensor, nn
 
-from hdet.weights.outer import OuterStep, reset_state, state_tensors
+from hdet.ensemble.outer import Fittest, Mean, Nesterov, OuterStep, outer_step
+from hdet.replication import reset_state, state_tensors
 
 EVERYONE = np.ones(4, dtype=bool)
 
@@ -37,9 +38,7 @@ def _values(tensors: list[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(
-    "outer", [OuterStep("nesterov", lr=1.0, momentum=0.0), OuterStep("mean"), OuterStep("fittest")]
-)
+@pytest.mark.parametrize("outer", [Nesterov(lr=1.0, momentum=0.0), Mean(), Fittest()])
 def test_without_momentum_and_with_rate_1_it_is_the_mean_to_the_last_bit(outer: OuterStep, dtype: torch.dtype) -> None:
     parameters = _parameters(dtype)
     for index in range(5):
@@ -52,7 +51,7 @@ def test_without_momentum_and_with_rate_1_it_is_the_mean_to_the_last_bit(outer: 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.3, 0.0), (1.5, 0.9)])
 def test_it_is_sgd_with_the_displacement_as_gradient(lr: float, momentum: float) -> None:
-    outer = OuterStep("nesterov", lr=lr, momentum=momentum)
+    outer = Nesterov(lr=lr, momentum=momentum)
     mine, theirs = _parameters(torch.float64), _parameters(torch.float64)
     reference = torch.optim.SGD(theirs, lr=lr, momentum=momentum, nesterov=momentum > 0)
     for index in range(8):
@@ -68,7 +67,7 @@ def test_it_is_sgd_with_the_displacement_as_gradient(lr: float, momentum: float)
 
 
 def test_after_a_rollback_it_is_at_rest() -> None:
-    outer, parameters = OuterStep("nesterov"), _parameters()
+    outer, parameters = Nesterov(), _parameters()
     for index in range(2):
         outer.begin(parameters)
         _move(parameters, index)
@@ -77,7 +76,7 @@ def test_after_a_rollback_it_is_at_rest() -> None:
     before = _values(parameters)
     outer.apply_(parameters)
     assert _values(parameters) == before
-    OuterStep("mean").restart(parameters)
+    Mean().restart(parameters)
 
 
 def test_its_state_survives_saving() -> None:
@@ -88,43 +87,38 @@ def test_its_state_survives_saving() -> None:
             outer.apply_(parameters)
         return _values(parameters)
 
-    whole, outer = _parameters(), OuterStep("nesterov")
+    whole, outer = _parameters(), Nesterov()
     trained(range(3), outer, whole)
-    state, at = outer.state_dict(), [p.detach().clone() for p in whole]
+    state, at = outer.state_dict(whole), [p.detach().clone() for p in whole]
     expected = trained(range(3, 6), outer, whole)
-    resumed = OuterStep("nesterov")
+    resumed = Nesterov()
     resumed.begin([torch.zeros_like(p) for p in at])
     resumed.check_state(state, at)
     resumed.load_state_dict(state, at)
     assert trained(range(3, 6), resumed, at) == expected
-    for kind in ("mean", "fittest"):
-        other = OuterStep(kind)
+    for other in (Mean(), Fittest()):
         other.load_state_dict(state, at)
-        assert other.state_dict() == {"centre": [], "velocity": []}
-    fresh = OuterStep("nesterov")
-    fresh.load_state_dict(OuterStep("mean").state_dict(), at)
-    assert fresh.state_dict() == {"centre": [], "velocity": []}
+        assert other.state_dict(at) == {"centre": [], "velocity": []}
+    fresh = Nesterov()
+    fresh.load_state_dict(Mean().state_dict(at), at)
+    assert fresh.centre.copies == fresh.velocity == []
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    outer, parameters = OuterStep("nesterov"), _parameters()
+    outer, parameters = Nesterov(), _parameters()
     outer.begin(parameters)
-    state = outer.state_dict()
+    state = outer.state_dict(parameters)
     for name in ("centre", "velocity"):
         for broken in (state[name][:-1], [torch.zeros(2)] * 3, []):
             with pytest.raises(
                 ValueError, match=r"the outer step's \w+ must have the parameters' shapes; it is of ano"
             ):
-                OuterStep("nesterov").check_state({**state, name: broken}, parameters)
+                Nesterov().check_state({**state, name: broken}, parameters)
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            {"kind": "median"},
-            r'outer must be one of "mean", "fittest", "nesterov", "elastic", but got outer=\'median\'',
-        ),
         ({"lr": 0.0}, r"lr of the outer step must be a finite number > 0, but got lr=0.0"),
         ({"lr": math.nan}, r"lr of the outer step must be a finite number > 0, but got lr=nan"),
         ({"lr": math.inf}, r"lr of the outer step must be a finite number > 0, but got lr=inf"),
@@ -134,11 +128,22 @@ def test_a_state_of_another_model_is_refused() -> None:
 )
 def test_bad_arguments(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        OuterStep(**arguments)
+        Nesterov(**arguments)
 
 
 def test_it_tells_what_it_is() -> None:
-    assert repr(OuterStep("nesterov")) == "OuterStep('nesterov', lr=0.7, momentum=0.9)"
+    assert repr(Nesterov()) == "Nesterov(lr=0.7, momentum=0.9)"
+
+
+def test_names_stand_for_steps() -> None:
+    names: tuple[Any, ...] = ("mean", "fittest", "nesterov", "elastic")
+    assert [repr(outer_step(name)) for name in names] == [
+        "Mean()", "Fittest()", "Nesterov(lr=0.7, momentum=0.9)", "Elastic(pull=0.9)",
+    ]  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r'outer must be one of "mean", "fittest", "nesterov", "elastic", but got oute'
+    ):
+        outer_step("median")  # type: ignore[arg-type]
 
 
 # -- shares -----------------------------------------------------------------------------------------------------------
@@ -147,17 +152,17 @@ def test_it_tells_what_it_is() -> None:
 def test_shares_are_the_softmax_of_losses_in_units_of_a_fiftieth_of_the_lowest() -> None:
     losses = np.array([1.0, 1.01, 1.04, 1.02])
     weights = np.exp(-losses / 0.02)
-    shares = OuterStep("fittest").shares(losses, EVERYONE)
+    shares = Fittest().shares(losses, EVERYONE)
     assert shares is not None
     assert_allclose(shares, 4 * weights / weights.sum())
-    for kind in ("mean", "nesterov"):
-        assert OuterStep(kind).shares(losses, EVERYONE) is None
+    for outer in (Mean(), Nesterov()):
+        assert outer.shares(losses, EVERYONE) is None
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=4, max_size=4), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_shares_of_the_healthy_are_1_on_average_and_of_the_others_0(losses: list[float], healthy: list[bool]) -> None:
     alive = np.array(healthy)
-    shares = OuterStep("fittest").shares(np.array(losses), alive)
+    shares = Fittest().shares(np.array(losses), alive)
     if alive.sum() < 2:
         assert shares is None
         return
@@ -168,10 +173,10 @@ def test_shares_of_the_healthy_are_1_on_average_and_of_the_others_0(losses: list
 
 
 def test_a_replica_without_a_loss_has_no_share() -> None:
-    shares = OuterStep("fittest").shares(np.array([1.0, math.nan, 1.0, math.inf]), EVERYONE)
+    shares = Fittest().shares(np.array([1.0, math.nan, 1.0, math.inf]), EVERYONE)
     assert shares is not None
     assert shares.tolist() == [2.0, 0.0, 2.0, 0.0]
-    assert OuterStep("fittest").shares(np.array([1.0, math.nan, math.nan, math.nan]), EVERYONE) is None
+    assert Fittest().shares(np.array([1.0, math.nan, math.nan, math.nan]), EVERYONE) is None
 
 
 # -- the optimizers' state --------------------------------------------------------------------------------------------
@@ -231,8 +236,8 @@ def test_tensors_of_the_state_come_in_the_order_of_the_parameters() -> None:
 
 def test_replicas_that_are_plainly_worse_do_not_count_among_the_fittest() -> None:
     losses = np.array([1.0, 1.02, 2.0, math.nan])
-    shares = OuterStep("fittest").shares(losses, np.array([True, True, True, False]))
+    shares = Fittest().shares(losses, np.array([True, True, True, False]))
     assert shares is not None
     assert shares[:2] == pytest.approx(3 / (1 + math.exp(-1)) * np.array([1, math.exp(-1)]))
     assert shares[2:] == pytest.approx([0, 0], abs=1e-15)
-    assert OuterStep("fittest").shares(np.array([0.0, 0.0]), np.array([True, True])) == pytest.approx([1, 1])
+    assert Fittest().shares(np.array([0.0, 0.0]), np.array([True, True])) == pytest.approx([1, 1])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.engine.rollback import Fallback
 from hdet.replicas.group import Replicas
+from hdet.run import Undo
 from hdet.weights.averaged import Weights
 from hdet.weights.snapshot import Snapshot
 
@@ -242,15 +242,15 @@ def test_the_copy_lives_where_it_is_told() -> None:
     assert {t.device.type for t in elsewhere._last.tensors.values()} == {"meta"}
 
 
-def test_a_fallback_may_keep_every_other_round_only() -> None:
+def test_a_undo_may_keep_every_other_round_only() -> None:
     p = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([p], lr=0.1)
     weights = Weights(optimizer, None, Replicas(None))
-    fallback = Fallback(Snapshot(), every=2)
-    fallback.before_first_step(weights, optimizer)
+    undo = Undo(weights, optimizer, Snapshot(), every=2)
+    undo.before_first_step()
     for value in (1.0, 2.0, 3.0, 4.0, 5.0):
         with torch.no_grad():
             p.fill_(value)
-        fallback.keep(weights, optimizer)
-    fallback.restore(weights, optimizer)
+        undo.keep()
+    undo.restore()
     assert p.tolist() == [2.0, 2.0]  # the copies are those of 2 and 4; the one before the last is proven

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from hdet.ensemble.generations import Tail
 from hdet.replicas.find import find_replicas
 from hdet.weights.averaged import Weights
-from hdet.weights.tail import Tail
 
 
 def _tail(interval: int) -> tuple[nn.Linear, Tail]:

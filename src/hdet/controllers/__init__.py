@@ -1,14 +1,11 @@
-"""Controllers: what the replicas' losses say about where the base value should go."""
+"""Controllers: what a round's evidence says about where the base value should go.
+
+Those that compare replicas, the paper's among them, are in :mod:`hdet.ensemble.controllers`.
+"""
 
 from hdet.controllers.base import Controller, Decision, Evidence
 from hdet.controllers.evidence import EvidenceController
 from hdet.controllers.hold import Hold
-from hdet.controllers.joint import JointController
 from hdet.controllers.level import LevelController
-from hdet.controllers.paper import PaperController
-from hdet.controllers.valley import ValleyController
 
-__all__ = [
-    "Controller", "Decision", "Evidence", "EvidenceController", "Hold", "JointController", "LevelController",
-    "PaperController", "ValleyController",
-]  # fmt: skip
+__all__ = ["Controller", "Decision", "Evidence", "EvidenceController", "Hold", "LevelController"]

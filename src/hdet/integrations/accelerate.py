@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from hdet.history import RoundRecord
-from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing
-from hdet.schedulers.explorer import Explorer
+from hdet.integrations.common import Make, RecordSink, Setup, missing
+from hdet.scheduler import Scheduler
 from hdet.signals.loss import Loss
 
 try:
@@ -72,7 +72,7 @@ class HDETScheduler:
                 f"{type(scheduler).__name__} must have one HDETScheduler, but this accelerator has one for it already: "
                 "its state would be saved, and loaded, twice"
             )
-        self.scheduler: Scheduler | Explorer = setup.scheduler_or_explorer(scheduler, model=None, total_steps=None)
+        self.scheduler: Scheduler = setup.scheduler_or_explorer(scheduler, model=None, total_steps=None)
         accelerator.register_for_checkpointing(self)
         accelerator.register_save_state_pre_hook(self._check_save)
 

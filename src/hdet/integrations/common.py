@@ -15,15 +15,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hdet.checks import require_one_of
+from hdet.auto_lr import AutoLR
 from hdet.history import RoundRecord
-from hdet.schedulers import AutoLR, OneCycleAutoLR
-from hdet.schedulers._common import Common
-from hdet.schedulers.explorer import Explorer
+from hdet.plan import Alike, Plan
+from hdet.scheduler import Scheduler
 
-Scheduler = AutoLR | OneCycleAutoLR
-Make = Callable[[LRScheduler], Scheduler | Explorer]
+Make = Callable[[LRScheduler], Scheduler]
 RecordSink = Callable[[RoundRecord, Sequence[str]], object]
+
+
+def steps_beside(scheduler: Scheduler) -> bool:
+    """Whether it is no schedule itself, but is stepped beside one, as an Explorer is."""
+    return not isinstance(scheduler, LRScheduler)
 
 
 def missing(package: str, extra: str) -> ImportError:
@@ -54,15 +57,16 @@ class Setup:
                 f"settings must be empty with make, which builds the scheduler, but got {sorted(settings)}; pass them "
                 "to the scheduler inside make"
             )
-        if shared_only and settings.get("gradients", "shared") != "shared":
+        gradients = getattr(settings.get("ensemble"), "gradients", "shared")
+        if shared_only and gradients != "shared":
             raise ValueError(
-                f'gradients must be "shared" under {shared_only}, but got gradients={settings["gradients"]!r}; it '
-                "decides itself when gradients are averaged"
+                f'gradients must be "shared" under {shared_only}, but got gradients={gradients!r}; it decides itself '
+                "when gradients are averaged"
             )
         self._make = make
         self._sinks = tuple(sinks)
         self._settings = dict(settings)
-        self._built: Callable[[], Scheduler | Explorer | None] = lambda: None
+        self._built: Callable[[], Scheduler | None] = lambda: None
 
     def scheduler(self, schedule: Any, *, model: nn.Module | None, total_steps: int | None) -> Scheduler:
         """The scheduler around ``schedule``, with its sinks; a scheduler of HDET is taken as it is.
@@ -73,16 +77,14 @@ class Setup:
             total_steps: optimizer steps of the run, if the framework knows them; unless the settings name them.
         """
         built = self.scheduler_or_explorer(schedule, model=model, total_steps=total_steps)
-        if isinstance(built, Explorer):
+        if steps_beside(built):
             raise TypeError(
                 "make must return AutoLR or OneCycleAutoLR under this framework, which steps one schedule, but got "
-                "Explorer; pass its knobs to AutoLR(schedule, knobs=[...])"
+                "Explorer; pass its knobs to AutoLR(schedule, ensemble=Ensemble(knobs=[...]))"
             )
         return built
 
-    def scheduler_or_explorer(
-        self, schedule: Any, *, model: nn.Module | None, total_steps: int | None
-    ) -> Scheduler | Explorer:
+    def scheduler_or_explorer(self, schedule: Any, *, model: nn.Module | None, total_steps: int | None) -> Scheduler:
         """As :meth:`scheduler`, for frameworks that can step an Explorer beside the schedule."""
         again = schedule is self._built()
         if again and (self._settings or self._make is not None):
@@ -96,10 +98,8 @@ class Setup:
             built.add_sink(sink)
         return built
 
-    def _build(
-        self, schedule: LRScheduler | Explorer, model: nn.Module | None, total_steps: int | None
-    ) -> Scheduler | Explorer:
-        if isinstance(schedule, AutoLR | OneCycleAutoLR | Explorer):
+    def _build(self, schedule: LRScheduler, model: nn.Module | None, total_steps: int | None) -> Scheduler:
+        if isinstance(schedule, Scheduler):
             if self._settings or self._make is not None:
                 raise ValueError(
                     f"the schedule is {type(schedule).__name__} already, so {sorted(self._settings) or 'make'} would "
@@ -110,7 +110,7 @@ class Setup:
             if self._make is None:
                 return AutoLR(schedule, **{"model": model, "total_steps": total_steps, **self._settings})
             built = self._make(schedule)
-        if not isinstance(built, AutoLR | OneCycleAutoLR | Explorer):
+        if not isinstance(built, Scheduler):
             raise TypeError(f"make must return a scheduler of HDET, but got {type(built).__name__}")
         return built
 
@@ -134,13 +134,15 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 
 def _check_values(settings: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> None:
     """Raise now what AutoLR would raise when the framework builds it, minutes into a program."""
-    require_one_of("signal", settings.get("signal", "auto"), "auto", "gradient", "loss")
     # Things that the framework will supply are stood in for.
     stand_in = nn.Linear(1, 1)
     values = {name: settings.get(name, parameter.default) for name, parameter in known.items()}
     values |= {"optimizer": torch.optim.SGD(stand_in.parameters()), "model": settings.get("model") or stand_in}
     values["interval"] = 1 if values["interval"] is None else values["interval"]
-    Common(**{field.name: values[field.name] for field in dataclasses.fields(Common)})
+    if settings.get("ensemble") is not None and not hasattr(settings["ensemble"], "members"):
+        raise TypeError(f"ensemble must be an hdet.ensemble.Ensemble, but got {type(settings['ensemble']).__name__}")
+    values["members"] = Alike() if settings.get("ensemble") is None else settings["ensemble"].members()
+    Plan(**{field.name: values[field.name] for field in dataclasses.fields(Plan)})
 
 
 def refuse_twice(owner: Any, what: str) -> None:
@@ -151,7 +153,7 @@ def refuse_twice(owner: Any, what: str) -> None:
 
 
 def run_converged(
-    owner: Any, name: str, scheduler: Callable[[], Scheduler | Explorer], when: Callable[[], bool] = lambda: True
+    owner: Any, name: str, scheduler: Callable[[], Scheduler], when: Callable[[], bool] = lambda: True
 ) -> None:
     """Make a method of this one object run with the mean weights in place, if ``when`` says so at the call."""
     method = getattr(owner, name)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, run_converged
-from hdet.schedulers import AutoLR
-from hdet.schedulers.explorer import Explorer
+from hdet.auto_lr import AutoLR
+from hdet.integrations.common import Make, RecordSink, Setup, missing, run_converged, steps_beside
+from hdet.scheduler import Scheduler
 
 try:
     # Both names of the package have a Callback of their own; the Trainer is that of the one already in use.
@@ -53,7 +53,7 @@ class HDETCallback(Callback):
     def __init__(
         self, make: Make | None = None, *, log: bool = True, sinks: Sequence[RecordSink] = (), **settings: Any
     ) -> None:
-        self.scheduler: Scheduler | Explorer | None = None
+        self.scheduler: Scheduler | None = None
         self._setup = Setup(make, sinks, settings)
         self._log = log
         self._last_round = -1
@@ -71,7 +71,7 @@ class HDETCallback(Callback):
         total_steps = int(steps) if 0 < steps < math.inf else None
         model = trainer.strategy.model
         built = self._setup.scheduler_or_explorer(config.scheduler, model=model, total_steps=total_steps)
-        if isinstance(built, Explorer) and own and built is not config.scheduler:
+        if steps_beside(built) and own and built is not config.scheduler:
             trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(built, interval="step"))
         else:
             config.scheduler = built
@@ -146,7 +146,7 @@ class HDETCallback(Callback):
         trainer.__dict__.pop("save_checkpoint", None)
 
     @property
-    def _hdet(self) -> Scheduler | Explorer:
+    def _hdet(self) -> Scheduler:
         assert self.scheduler is not None
         return self.scheduler
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hdet.integrations.common import Make, RecordSink, Scheduler, Setup, missing, refuse_twice, run_converged
+from hdet.integrations.common import Make, RecordSink, Setup, missing, refuse_twice, run_converged
+from hdet.scheduler import Scheduler
 
 try:
     from transformers import TrainerCallback

@@ -3,13 +3,144 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hdet.checks import FloatArray, whole_of
-from hdet.policy.guard import LOST_STEPS, Guard, GuardState, pack_guard, unpack_guard
+from hdet.checks import FloatArray, mapping_of, number, shown, whole_of
+
+NUM_RECENT = 16
+EARLY_SHARE, EARLY_NOISE = 0.35, 2.5
+"""Of the progress, and of the noise of a single loss, that may be lost within the first rounds, where that is known."""
+LOST_SHARE, LOST_NOISE = 0.9, 10.0
+"""Of the progress: what is lost where a model is back at the start; and how much noise it must exceed."""
+LOST_STEPS = 16
+"""For so long at least: momentum may carry a model as far up on the other side of a valley, and back."""
+
+
+class GuardState(NamedTuple):
+    """Mean loss of the first round, those of the last healthy ones, and how many in a row have been broken.
+
+    Where the loss before training is known from single steps, ``noise`` is how far batches are apart in it; then also
+    ``lowest``, of the medians so far, and in how many rounds in a row all progress has seemed to be ``lost``.
+    """
+
+    first: float = math.nan
+    recent: tuple[float, ...] = ()
+    num_strikes: int = 0
+    noise: float = math.nan
+    lowest: float = math.inf
+    lost: int = 0
+
+
+class Guard:
+    """Tells a healthy round from a broken one by its mean loss.
+
+    A round is broken when its loss is not finite, or has jumped: above the median of the last five rounds by more than
+    a share of all progress made, and by many times the usual difference between rounds. Until five rounds have shown
+    what is usual, only a loss above them by twice their size counts; where the noise is known, one that loses a
+    third of the progress.
+
+    Where the learning rate is at the edge of what training bears, jumps are usual, and one of them may be for good.
+    Hence a round is broken, too, that is the last of several in a row with a loss near that of the start. The others
+    are doubtful: they may be outliers, and they are no place to go back to.
+
+    A loss that stays up although training has gone back several times has not been broken by training: the data have
+    changed. The guard then accepts the new level.
+
+    Args:
+        share: of the progress since the first round that may be lost.
+        noise: how many standard deviations of the difference between rounds count as a jump.
+        max_strikes: broken rounds in a row before a finite loss is accepted.
+        interval: optimizer steps of a round.
+    """
+
+    def __init__(
+        self, *, share: float = 0.1, noise: float = 5.0, max_strikes: int = 3, interval: int = LOST_STEPS
+    ) -> None:
+        self.share = share
+        self.noise = noise
+        self.max_strikes = max_strikes
+        self.max_lost = max(math.ceil(LOST_STEPS / interval), 2)
+
+    def update(self, state: GuardState, loss: float) -> tuple[GuardState, bool]:
+        """The next state, and whether the round was healthy."""
+        if not math.isfinite(loss):
+            return state._replace(num_strikes=state.num_strikes + 1), False
+        if not state.recent:
+            first = loss if math.isnan(state.first) else state.first
+            return state._replace(first=first, recent=(loss,), num_strikes=0), True
+        if loss > self._limit(state):
+            if state.num_strikes < self.max_strikes:
+                return state._replace(num_strikes=state.num_strikes + 1), False
+            return GuardState(loss, (loss,)), True
+        if self._is_lost(state, loss):
+            if state.lost + 1 < self.max_lost:
+                return state._replace(lost=state.lost + 1, num_strikes=0), True
+            if state.num_strikes < self.max_strikes:
+                return state._replace(num_strikes=state.num_strikes + 1), False
+            return GuardState(loss, (loss,)), True
+        recent = (*state.recent, loss)[-NUM_RECENT:]
+        lowest = min(state.lowest, statistics.median(recent[-5:]))
+        return state._replace(recent=recent, num_strikes=0, lowest=lowest, lost=0), True
+
+    def _is_lost(self, state: GuardState, loss: float) -> bool:
+        progress = state.first - state.lowest
+        return progress > LOST_NOISE * state.noise and loss > state.first - (1 - LOST_SHARE) * progress
+
+    def _limit(self, state: GuardState) -> float:
+        usual = statistics.median(state.recent[-5:])
+        size = max(abs(usual), abs(state.first))
+        if len(state.recent) < 5 and not math.isnan(state.noise):
+            lowest = min(state.recent)
+            return lowest + max(EARLY_SHARE * (state.first - lowest), EARLY_NOISE * state.noise)
+        if len(state.recent) < 5:
+            return usual + 2 * size if size > 0 else math.inf
+        # What is usual is a spread around the trend: a loss that falls fast must not hide one that jumps.
+        steps = [b - a for a, b in zip(state.recent, state.recent[1:], strict=False)]
+        trend = statistics.median(steps)
+        sigma = math.sqrt(sum((step - trend) ** 2 for step in steps) / (len(steps) - 1))
+        noise = self.noise * (1 + 4 / len(steps)) * sigma  # few steps tell little about what is usual
+        return usual + max(self.share * (state.first - usual), noise, 1e-3 * size)
+
+
+def pack_guard(state: GuardState) -> dict[str, Any]:
+    """A guard's state as plain types."""
+    return {
+        **state._asdict(),
+        "recent": list(state.recent),
+        "noise": None if math.isnan(state.noise) else state.noise,
+        "lowest": None if math.isinf(state.lowest) else state.lowest,
+    }
+
+
+def unpack_guard(packed: Mapping[str, Any]) -> GuardState:
+    """The inverse of :func:`pack_guard`."""
+    packed = mapping_of(packed, "guard")
+    recent = packed["recent"]
+    if not isinstance(recent, (list, tuple)) or any(math.isnan(number(v)) for v in recent):
+        raise ValueError(f"recent must hold finite numbers, but got {shown(recent)}")
+    # Before the first round there is no first loss, and afterwards a limit must follow from it.
+    first = packed["first"]
+    if math.isnan(number(first)) and (recent or not (isinstance(first, float) and math.isnan(first))):
+        raise ValueError(f"first must be a finite number, but got {shown(first)}")
+    noise = packed.get("noise")
+    if noise is not None and not number(noise) >= 0:
+        raise ValueError(f"noise must be a number >= 0, or None, but got {shown(noise)}")
+    lowest = packed.get("lowest")  # older states have none
+    if lowest is not None and math.isnan(number(lowest)):
+        raise ValueError(f"lowest must be a finite number, or None, but got {shown(lowest)}")
+    return GuardState(
+        float(first),
+        tuple(map(float, recent[-NUM_RECENT:])),
+        whole_of(packed["num_strikes"], "num_strikes"),
+        math.nan if noise is None else float(noise),
+        math.inf if lowest is None else float(lowest),
+        whole_of(packed.get("lost", 0), "lost"),
+    )
+
 
 CUT = 0.5
 """What the learning rates are multiplied by when a round is undone."""
@@ -89,7 +220,7 @@ class Rollback:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the last round may have been broken, so that its end is no place to go back to."""
+        """Whether the last round may have been broken, so that its end is never a rollback target."""
         return self.guard_state.lost > 0
 
     def expect(self, first: float, noise: float) -> None:

@@ -10,17 +10,16 @@ import math
 import struct
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hdet.checks import BoolArray, FloatArray, flag_of, number, numbers_of, shown, whole_of
-from hdet.policy.level import NUM_FIRST, Level
-from hdet.policy.panel import Looked
+from hdet.policy.level import NUM_FIRST, Level, Sizes
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
-from hdet.policy.steering import Steering
-from hdet.policy.verdict import Observed, Verdict
+from hdet.policy.steering import KnobEvidence, Steering
 
 NO_LOSS = (
     "no loss was given to step() so far: the learning rate stays near its first level, and broken rounds go unnoticed "
@@ -32,6 +31,85 @@ FEW = 2.0
 """What the noise of so few first losses is multiplied by where a mistake would be dear."""
 MAX_ELAPSED = 0.7
 """Of the logarithm of the time, in one round: the first ones would count for too much."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a round has shown by its end.
+
+    Attributes:
+        step: optimizer steps taken.
+        losses: mean loss of each replica over the round; NaN where it has none.
+        rate: the first param group's base learning rate in the round's last step.
+        scheduled: what the schedule alone gave it.
+        sizes: of weights and update in the round's last step, where they were measured.
+        finite: which replicas' weights are finite.
+        losses_given: whether any replica was given a loss.
+        compared: what replicas are compared by, where it is not ``losses``: their losses on held-out data.
+        trained: mean training loss of each replica late in the round, where they are compared by another.
+        slopes: of the loss over each learning rate's logarithm, and their standard errors, where they are measured.
+        total_slope: the same of all learning rates at once.
+        last: whether training ends here.
+    """
+
+    step: int
+    losses: FloatArray
+    finite: BoolArray
+    rate: float = 1.0
+    scheduled: float = 1.0
+    sizes: Sizes | None = None
+    losses_given: bool = True
+    compared: FloatArray | None = None
+    trained: FloatArray | None = None
+    slopes: tuple[FloatArray, FloatArray] | None = None
+    total_slope: tuple[float, float] | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from a round.
+
+    Attributes:
+        index: number of the round that has ended.
+        go_back: whether it has to be undone.
+        finite: which replicas' weights are finite.
+        quarantined: which are left out although their weights are finite, because their loss has exploded.
+        losses: what replicas were compared by; NaN for those that are left out.
+        new_anchor: whether the anchor moves to the new centre.
+        held: whether base values held still because the rollbacks are spent.
+        num_rollbacks: rounds undone so far.
+        scales, multipliers, positions: where learning rates and knobs stood during the round; positions by replica.
+        control: named numbers of the controller that moves the learning rates; empty while none is acting.
+        knobs: what was seen of each knob beside them; empty likewise.
+        phase: what the learning rate was doing: in its ``warm-up``, finding its ``level``, on ``hold``, or nothing.
+        events: what was done to the run, in plain English.
+        messages: what the user should be told now.
+        keep: whether to keep a copy of the weights, to go back to.
+    """
+
+    index: int
+    go_back: bool
+    finite: BoolArray
+    quarantined: BoolArray
+    losses: FloatArray
+    new_anchor: bool
+    held: bool
+    num_rollbacks: int
+    scales: FloatArray
+    multipliers: FloatArray
+    positions: tuple[FloatArray, ...]
+    control: Mapping[str, tuple[float, ...]]
+    knobs: tuple[KnobEvidence, ...]
+    phase: str
+    events: tuple[str, ...]
+    messages: tuple[str, ...]
+    keep: bool
+
+    @property
+    def healthy(self) -> BoolArray:
+        """Who counts in the mean."""
+        return self.finite & ~self.quarantined
 
 
 class RoundPolicy:
@@ -104,7 +182,7 @@ class RoundPolicy:
 
     # -- what ---------------------------------------------------------------------------------------------------
 
-    def end_round(self, seen: Observed) -> Verdict:
+    def end_round(self, seen: Seen) -> Verdict:
         """The verdict on the round that ends; the next one begins. Raises where training cannot go on."""
         steering, held, searching = self.steering, self._held, self.searching
         acting, num_steps = self.is_acting(seen.step), self.num_steps(seen.step)
@@ -115,7 +193,9 @@ class RoundPolicy:
         compared = losses if seen.compared is None else np.where(healthy, seen.compared, np.nan)
         index, scales, multipliers = steering.round_index, steering.effective, steering.multipliers
         positions = tuple(steering.positions(r) for r in range(steering.num_replicas))
-        looked, fallen = Looked(), False
+        control: Mapping[str, tuple[float, ...]] = {}
+        knobs: tuple[KnobEvidence, ...] = ()
+        fallen = False
         messages: tuple[str, ...] = ()
         was_done = self.level is None or self.level.done
         events = self._find_level(seen)
@@ -131,10 +211,10 @@ class RoundPolicy:
             events += (done,)
         elif acting:
             end = self.acting[1]
-            looked = steering.decide(
+            control, knobs = steering.decide(
                 compared,
                 seen.slopes,
-                whole=seen.whole,
+                whole=seen.total_slope,
                 progress=None if math.isinf(end) else seen.step / end,
                 trained=seen.trained,
                 in_warmup=self._in_warmup(seen),
@@ -161,7 +241,8 @@ class RoundPolicy:
             scales=scales,
             multipliers=multipliers,
             positions=positions,
-            looked=looked,
+            control=control,
+            knobs=knobs,
             phase=self._phase(seen.step, acting=acting),
             events=events,
             messages=messages,
@@ -173,7 +254,7 @@ class RoundPolicy:
             return "warm-up"
         return "level" if acting else "hold" if step > self.acting[1] else ""
 
-    def _find_level(self, seen: Observed) -> tuple[str, ...]:
+    def _find_level(self, seen: Seen) -> tuple[str, ...]:
         """Take in what the round has shown of the first learning rate; what was done, in plain English."""
         level, steering = self.level, self.steering
         if level is None:
@@ -188,7 +269,7 @@ class RoundPolicy:
         steering.warmup = level.share(seen.step - 1)  # of the step that was taken
         return (said,) if said else ()
 
-    def _in_warmup(self, seen: Observed) -> bool:
+    def _in_warmup(self, seen: Seen) -> bool:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
         if self.level is not None and not self.level.follows_hint:
             return not self.level.done  # a peak that is not followed has no warm-up that means anything
@@ -230,7 +311,7 @@ class RoundPolicy:
     def _has_mean(self, healthy: BoolArray) -> bool:
         return bool(healthy.any() if self.repairable else healthy.all())
 
-    def _is_broken(self, seen: Observed, losses: FloatArray, healthy: BoolArray, *, searching: bool) -> bool:
+    def _is_broken(self, seen: Seen, losses: FloatArray, healthy: BoolArray, *, searching: bool) -> bool:
         if searching and self._has_mean(healthy):
             return False  # nothing has moved
         if self.rollback is None:

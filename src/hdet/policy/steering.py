@@ -7,17 +7,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hdet.checks import FloatArray, mapping_of, number, numbers_of, shown, whole_of
 from hdet.controllers.base import Controller, Evidence, grown, pack_state, unpack_state
-from hdet.policy.panel import NO_PANEL, KnobEvidence, Looked, Panel
 from hdet.policy.spread import assign, fan_out, inside_bounds
 
 MAX_FALL = 2.0
 """How far the logarithm of a scale may fall before the anchor is renewed."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The knobs beside the learning rates, as numbers.
+
+    Their scales are exponentials of positions: a knob's position is the logarithm of its scale.
+
+    Attributes:
+        names: of the knobs.
+        spreads: how far the outermost replicas are from each base position.
+        bounds: lowest and highest position of each.
+        adapted: which of them the controller may move.
+        controller: decides how they move; it sees the learning rates' multipliers first, then the knobs'. None to hold.
+        moves_lrs: whether it moves the learning rates too, instead of a controller of their own.
+        balanced: whether assignments are made as orthogonal as possible, or permuted independently.
+    """
+
+    names: tuple[str, ...]
+    spreads: tuple[float, ...]
+    bounds: tuple[tuple[float, float], ...]
+    adapted: tuple[bool, ...]
+    controller: Controller | None = None
+    moves_lrs: bool = False
+    balanced: bool = True
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+NO_PANEL = Panel((), (), (), ())
+
+
+class KnobEvidence(NamedTuple):
+    """What a controller saw of a knob beside the learning rates; NaN while it cannot be told from others."""
+
+    slope: float = math.nan
+    standard_error: float = math.nan
+    z: float = math.nan
+
+
+Control = tuple[Mapping[str, tuple[float, ...]], tuple[KnobEvidence, ...]]
+"""Named numbers of the controller that moves the learning rates, and what was seen of each knob; empty without one."""
 
 
 class Steering:
@@ -158,12 +201,13 @@ class Steering:
         base: FloatArray = np.log(self.scales[self.num_lrs :])
         return base if replica is None else base + self.multipliers[self.num_lrs :, replica] - 1.0
 
-    def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None, **seen: Any) -> Looked:
-        """Let the controllers move the scales; returns what they looked at.
+    def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None, **seen: Any) -> Control:
+        """Let the controllers move the scales; returns what they looked at, of the learning rates and of each knob.
 
         ``seen``: what else is known of the round, as :class:`Evidence` has it.
         """
-        looked = Looked()
+        control: Mapping[str, tuple[float, ...]] = {}
+        knobs: tuple[KnobEvidence, ...] = ()
         factors = np.ones_like(self.scales)
         lrs = slice(0, self.num_lrs)
         if self.controller is not None:
@@ -172,7 +216,7 @@ class Steering:
             )
             self.state, decision = self.controller.update(self.state, shown_to_it)
             factors[lrs] = decision.factors
-            looked = looked._replace(lrs=dict(decision.info))
+            control = dict(decision.info)
         if self.panel.controller is not None:
             self.panel_state, decision = self.panel.controller.update(
                 self.panel_state,
@@ -180,21 +224,22 @@ class Steering:
             )
             moved = np.array([*[self.panel.moves_lrs] * self.num_lrs, *self.panel.adapted])
             factors[moved] = decision.factors[moved]
-            looked = self._looked_by_panel(looked, decision.info)
+            knobs = self._evidence_of_knobs(decision.info)
+            if self.panel.moves_lrs:
+                known = (name for name in KnobEvidence._fields if name in decision.info)
+                control = {name: decision.info[name][: self.num_lrs] for name in known}
         self.scales = self._inside(self.scales * factors)
         self.fallen = np.where(self.is_lr, np.maximum(self.fallen - np.log(factors), 0.0), 0.0)
-        return looked
+        return control, knobs
 
-    def _looked_by_panel(self, looked: Looked, info: Mapping[str, tuple[float, ...]]) -> Looked:
+    def _evidence_of_knobs(self, info: Mapping[str, tuple[float, ...]]) -> tuple[KnobEvidence, ...]:
         known = {name: info[name] for name in KnobEvidence._fields if name in info}
-        knobs = tuple(
+        return tuple(
             KnobEvidence(**{name: float(row[self.num_lrs + i]) for name, row in known.items()})
             if adapted
             else KnobEvidence()
             for i, adapted in enumerate(self.panel.adapted)
         )
-        lrs = {name: row[: self.num_lrs] for name, row in known.items()} if self.panel.moves_lrs else looked.lrs
-        return Looked(lrs, knobs)
 
     @property
     def effective(self) -> FloatArray:

@@ -1,4 +1,4 @@
-"""What replicas tell each other before they average, and why they might not."""
+"""What replicas exchange when a round ends, and why they might not go on together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hdet.checks import BoolArray, FloatArray
 from hdet.replicas.group import Replicas
 
 
-class Note(NamedTuple):
+class Report(NamedTuple):
     """One replica's facts at the end of a round, or when asked in its middle.
 
     Attributes:
@@ -32,7 +32,7 @@ class Note(NamedTuple):
     asked: bool = False
 
 
-class Table(NamedTuple):
+class Reports(NamedTuple):
     """Everyone's facts, an entry for each replica.
 
     Attributes:
@@ -48,20 +48,20 @@ class Table(NamedTuple):
     num_updates: FloatArray
 
 
-def compare_notes(
+def exchange(
     replicas: Replicas,
-    mine: Note,
+    mine: Report,
     *,
     losses_required: bool,
     updates_alike: bool = False,
     num_steps: int | None = None,
-) -> Table:
+) -> Reports:
     """Everyone's facts; an error on all replicas where they cannot go on together.
 
     Nothing has been changed when it raises. One small collective.
     """
     rows = replicas.gather([float(fact) for fact in mine], step=mine.step)
-    found = dict(zip(Note._fields, np.moveaxis(rows, 2, 0), strict=True))  # by replica and part
+    found = dict(zip(Report._fields, np.moveaxis(rows, 2, 0), strict=True))  # by replica and part
     # What a replica's parts saw makes up what it saw. All must decide alike, or its shards no longer fit together.
     totals, weights = found["total"].sum(axis=1), found["weight"].sum(axis=1)
     steps, states, shapes = found["step"].flatten(), found["state"].flatten(), found["shapes"]
@@ -110,4 +110,4 @@ def compare_notes(
         )
     with np.errstate(invalid="ignore", divide="ignore"):
         losses = totals / weights
-    return Table(totals, weights, losses, found["finite"].min(axis=1) > 0, num_updates)
+    return Reports(totals, weights, losses, found["finite"].min(axis=1) > 0, num_updates)

@@ -25,7 +25,9 @@ def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None,
     shards_state = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
     if spread == 0:
         found = _spread_out(process_group or dist.group.WORLD, parameters)
-        found.whole = not (shards_state or has_shards or any(sharding(p) is not None for p in parameters))
+        found.holds_all_parameters = not (
+            shards_state or has_shards or any(sharding(p) is not None for p in parameters)
+        )
         return found
     if shards_state:
         raise ValueError(

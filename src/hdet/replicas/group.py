@@ -44,7 +44,7 @@ class Replicas:
         self.count = dist.get_world_size(group) if group is not None else 1
         self.device = _collective_device(group) if group is not None else torch.device("cpu")
         self._device_types = {device.type for device in group._device_types} if group is not None else set()
-        self.whole = True
+        self.holds_all_parameters = True
         """Whether each of them holds all that it trains; False where members of the group are shards of one model."""
         self._key = ""
         self._lost = False

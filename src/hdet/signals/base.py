@@ -23,7 +23,7 @@ class Reading(NamedTuple):
         losses: of each replica, shape (N,), where it compares replicas; NaN for one that has none.
         slopes: of the loss over the logarithm of each learning rate, and their standard errors, shape (K,) each, where
             it measures them; NaN where it could not.
-        whole: the same of all learning rates at once, where it is asked for that.
+        total_slope: the same of all learning rates at once, where it is asked for that.
         held_out: whether ``losses`` are on held-out data, which a record shows apart from the training losses.
         probed: what held-out data show of the learning rate, where they are asked about it.
         learned: knobs that it has moved itself, to first order, by name.
@@ -33,7 +33,7 @@ class Reading(NamedTuple):
 
     losses: FloatArray | None = None
     slopes: tuple[FloatArray, FloatArray] | None = None
-    whole: tuple[float, float] | None = None
+    total_slope: tuple[float, float] | None = None
     held_out: bool = False
     probed: HeldOut | None = None
     learned: Mapping[str, KnobRecord] = MappingProxyType({})
@@ -117,7 +117,7 @@ def merged(readings: list[Reading]) -> Reading:
     slopes = next((r for r in readings if r.slopes is not None), Reading())
     return losses._replace(
         slopes=slopes.slopes,
-        whole=slopes.whole,
+        total_slope=slopes.total_slope,
         probed=next((r.probed for r in readings if r.probed is not None), None),
         sizes=next((r.sizes for r in readings if r.sizes is not None), None),
         learned={name: record for r in readings for name, record in r.learned.items()},

@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from hdet.checks import FloatArray, mapping_of, numbers_of, shown
 from hdet.history import KnobRecord
 from hdet.notices import tell
-from hdet.policy.faded import Faded
+from hdet.policy.decayed_mean import DecayedMean
 from hdet.signals.gradient import dot
 from hdet.weights.decay_path import DecayPath
 
@@ -47,7 +47,7 @@ class DecayLearner:
         low, high, first = COUPLED if is_coupled(optimizer) else DECOUPLED
         self.low, self.high = bounds or (low, high)
         self.path = DecayPath(stride=stride, every=every)
-        self.slope = Faded(1, FADE)
+        self.slope = DecayedMean(1, FADE)
         self.position = 0.0
         """Of the logarithm, from where it starts."""
         self._optimizer = weakref.ref(optimizer)  # not to keep its memory

@@ -53,17 +53,17 @@ class GradientSignal(Signal):
         knob_of_group: which knob each param group belongs to.
         sample_every: steps between samples, at least 1.
         num_ranks: ranks whose samples :meth:`share` adds up.
-        whole: whether to sample all knobs at once, too: a sum of means has no standard error of its own.
+        total_slope: whether to sample all knobs at once, too: a sum of means has no standard error of its own.
     """
 
     name = "gradient"
     compares = False
 
     def __init__(
-        self, anchor: Anchor, knob_of_group: list[int], *, sample_every: int, num_ranks: int, whole: bool = False
+        self, anchor: Anchor, knob_of_group: list[int], *, sample_every: int, num_ranks: int, total_slope: bool = False
     ) -> None:
         self.num_ranks = num_ranks
-        self.whole = whole
+        self.total_slope = total_slope
         self.anchor = anchor
         self.knob_of_group = list(knob_of_group)
         self.num_knobs = max(knob_of_group) + 1
@@ -75,7 +75,7 @@ class GradientSignal(Signal):
     @property
     def num_columns(self) -> int:
         """Numbers of a sample: that of all knobs first, where it is asked for."""
-        return self.num_knobs + self.whole
+        return self.num_knobs + self.total_slope
 
     def add_group(self, knob: int) -> None:
         """One more param group, of a knob that may be new: there are no samples of it yet."""
@@ -112,7 +112,7 @@ class GradientSignal(Signal):
                 sums[knobs[index]].append(in_order[-1])
         device = next((s.device for found in sums.values() for s in found), torch.device("cpu"))
         sampled = [*sums.values()]
-        if self.whole:  # in the order of the parameters, as one knob for all would have it
+        if self.total_slope:  # in the order of the parameters, as one knob for all would have it
             sampled.insert(0, in_order)
         return torch.stack(
             [
@@ -149,8 +149,8 @@ class GradientSignal(Signal):
         return found
 
     def _reading(self, mean: FloatArray, error: FloatArray) -> Reading:
-        slopes = mean[self.whole :], error[self.whole :]
-        return Reading(slopes=slopes, whole=(float(mean[0]), float(error[0])) if self.whole else None)
+        slopes = mean[self.total_slope :], error[self.total_slope :]
+        return Reading(slopes=slopes, total_slope=(float(mean[0]), float(error[0])) if self.total_slope else None)
 
     def forget(self) -> None:
         self.samples = np.empty((0, self.num_columns))
@@ -158,7 +158,7 @@ class GradientSignal(Signal):
 
     def refuse_capture(self) -> None:
         raise RuntimeError(
-            'optimizer.step() must not be captured in a CUDA graph with signal="gradient": a replay takes no new '
+            "optimizer.step() must not be captured in a CUDA graph with the gradient signal: a replay takes no new "
             "sample; capture forward and backward, and call optimizer.step() after each replay"
         )
 

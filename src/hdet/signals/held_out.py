@@ -10,7 +10,7 @@ rate that rose between probes would be far too high by the time they say so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -22,15 +22,17 @@ from torch.optim import Optimizer
 
 from hdet.checks import FloatArray, flag_of, shown, whole_of
 from hdet.history import HeldOut, KnobRecord
-from hdet.policy.faded import Faded, certain
+from hdet.policy.decayed_mean import DecayedMean, certain
 from hdet.replicas.group import Replicas
 from hdet.replicas.sharding import sharding
 from hdet.signals.base import Reading
 from hdet.signals.decay import DecayLearner
 from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, mean_and_error, unpack_samples
-from hdet.signals.loss import require_scalar
-from hdet.signals.probe import Probe, untouched
+from hdet.signals.loss import Loss, require_scalar
 from hdet.weights.anchor import Anchor
+
+Probe = Callable[[], Loss]
+"""Returns a loss on held-out data."""
 
 PROBE_EVERY = 20
 """Steps between two probes. One on a batch like those of training takes about as long as a step: 5% of the time."""
@@ -46,7 +48,7 @@ class HeldOutGradient(GradientSignal):
     """The gradient signal, corrected by what held-out data show.
 
     Args:
-        anchor, knob_of_group, sample_every, num_ranks, whole: as in :class:`GradientSignal`.
+        anchor, knob_of_group, sample_every, num_ranks, total_slope: as in :class:`GradientSignal`.
         probe: returns the loss on held-out data, as a tensor with its graph.
         model: put into evaluation mode meanwhile.
         probe_every: steps between probes.
@@ -66,9 +68,9 @@ class HeldOutGradient(GradientSignal):
         model: nn.Module,
         probe_every: int = PROBE_EVERY,
         decay: DecayLearner | None = None,
-        whole: bool = False,
+        total_slope: bool = False,
     ) -> None:
-        super().__init__(anchor, knob_of_group, sample_every=sample_every, num_ranks=num_ranks, whole=whole)
+        super().__init__(anchor, knob_of_group, sample_every=sample_every, num_ranks=num_ranks, total_slope=total_slope)
         self.probe = probe
         self.model = model
         self.probe_every = probe_every
@@ -86,9 +88,9 @@ class HeldOutGradient(GradientSignal):
     def _start_over(self) -> None:
         self.probes: FloatArray = np.empty((0, self.width))
         self._probe_rows: list[Tensor] = []
-        self.gap = Faded(self.num_columns, FADE)
-        self.slope = Faded(1, FADE)
-        self.level = Faded(1, FADE)
+        self.gap = DecayedMean(self.num_columns, FADE)
+        self.slope = DecayedMean(1, FADE)
+        self.level = DecayedMean(1, FADE)
         """Of the held-out loss itself, wherever the anchor is."""
         self._num_renewed = self.anchor.num_renewed
         self.moved = False
@@ -149,7 +151,7 @@ class HeldOutGradient(GradientSignal):
             known = np.isfinite(slopes - mean)  # a knob may have no gradient
             if known.any():
                 self.gap.add(np.where(known, slopes - mean, 0.0))
-                self.slope.add(slopes[:1] if self.whole else slopes[known].sum(keepdims=True))
+                self.slope.add(slopes[:1] if self.total_slope else slopes[known].sum(keepdims=True))
         if self.decay is not None:
             self.decay.learn(self.probes[:, -2], acting=self._acting)
         probed = self._probed()
@@ -280,3 +282,21 @@ def _alone(model: nn.Module) -> Iterator[None]:
         finally:
             for module, before in zip(wrapped, synced, strict=True):
                 module.require_forward_param_sync = before
+
+
+@contextmanager
+def untouched(model: nn.Module | None) -> Iterator[None]:
+    """Evaluation mode for the length of a block; then every module's mode and all random states as before."""
+    modules = list(model.modules()) if model is not None else []
+    modes = [module.training for module in modules]
+    devices = (
+        sorted({t.device.index for t in model.parameters() if t.device.type == "cuda"}) if model is not None else []
+    )
+    if model is not None:
+        model.eval()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, training in zip(modules, modes, strict=True):
+            module.training = training  # not train(): a user's frozen submodule keeps its own mode

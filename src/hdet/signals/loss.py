@@ -1,4 +1,4 @@
-"""The loss signal: each replica's mean loss over a round (L_r of Eq. 4), summed where the losses live."""
+"""A replica's mean loss over a round (L_r of Eq. 4), summed where the losses live."""
 
 from __future__ import annotations
 
@@ -9,32 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hdet.checks import FloatArray, shown
-from hdet.replicas.group import Replicas
-from hdet.signals.base import Reading, Signal
+from hdet.checks import shown
 
 Loss = Tensor | float
-
-
-class LossSignal(Signal):
-    """Compares replicas by the losses they train on. Every mode collects these: there is nothing else to measure."""
-
-    name = "loss"
-    needs_losses = True
-
-    def __init__(self) -> None:
-        self._losses: FloatArray | None = None
-
-    def share(self, replicas: Replicas, losses: FloatArray) -> None:
-        self._losses = losses
-
-    def drain(self) -> Reading:
-        found = Reading(losses=self._losses)
-        self.forget()
-        return found
-
-    def forget(self) -> None:
-        self._losses = None
 
 
 class LossMeter:
@@ -63,7 +40,7 @@ class LossMeter:
         elif not isinstance(weight, Real) or not (0 <= weight < math.inf):
             raise ValueError(f"weight must be a finite number >= 0, but got weight={weight!r}")
         elif weight == 0:
-            return  # nothing counts nothing, be it NaN: the loss of a batch in which all is masked
+            return  # weight 0: skip, even if the loss is NaN, as that of a batch in which all is masked
         if isinstance(loss, Tensor):
             loss = _scalar(loss, "loss")
         elif not isinstance(loss, Real):

@@ -36,9 +36,9 @@ def check_controller(
         num_replicas: numbers of replicas to try.
 
     Example:
-        >>> from hdet.controllers import PaperController
+        >>> from hdet.controllers import EvidenceController
         >>> from hdet.testing import check_controller
-        >>> check_controller(lambda: PaperController(temperature=0.1))
+        >>> check_controller(lambda: EvidenceController(gain=0.2))
     """
     for knobs in num_knobs:
         for replicas in num_replicas:

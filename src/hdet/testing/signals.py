@@ -39,7 +39,7 @@ def check_signal(make: MakeSignal) -> None:
             called several times.
 
     Example:
-        >>> from hdet.signals.loss import LossSignal
+        >>> from hdet.ensemble.signals import LossSignal
         >>> from hdet.testing import check_signal
         >>> check_signal(lambda model, optimizer: LossSignal())
     """

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 
 import hdet
-from hdet import AutoLR, OneCycleAutoLR
+from hdet import AutoLR, Ensemble, OneCycleAutoLR
 from hdet.replicas.average import BUCKET_BYTES
 from hdet.replicas.find import find_replicas
 from hdet.replicas.group import Replicas
@@ -209,12 +209,13 @@ def _measure_round(
             )  # fmt: skip
         else:
             schedule = LambdaLR(optimizer, lambda _: 1.0)
-            scheduler = AutoLR(schedule, signal=method, interval=1, model=subject.model)
+            apart = Ensemble(spread=0.1) if method == "loss" else None
+            scheduler = AutoLR(schedule, ensemble=apart, interval=1, model=subject.model)
     except (ValueError, TypeError) as error:
         raise CheckupError(str(error)) from None
     end_s = _median_s(lambda: scheduler.step(1.0), device, group, before=partial(_optimizer_step, subject))
     sample_s = 0.0
-    for signal in scheduler._rounds.signals:
+    for signal in scheduler._run.signals:
         signal.ends_round = True
         seconds = _median_s(partial(signal.before_step, optimizer), device, group)
         if isinstance(signal, UpdateSize):  # in the last step of a round alone

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from hdet.checks import printable, shown, whole
+from hdet.checks import as_int, printable, shown
 from hdet.launch import ReplicaError, launch, preload
 from hdet_lab.command_line import FailedError, UsageError, parse, torchrun_rank
 from hdet_lab.recipes import make_torch_optimizer
@@ -271,7 +271,7 @@ def _check_checkpoint(settings: Settings, task: Task, folder: Path) -> None:
     """Before processes are started: is the checkpoint intact, of this run, and can training take a step from it?"""
     state = run_folder.load_checkpoint(folder)
     path, steps, interval = folder / run_folder.CHECKPOINT, settings.steps or 1, settings.interval or 1
-    step = whole(state["step"])
+    step = as_int(state["step"])
     if not 0 < step <= steps or (step % interval and step < steps):
         raise UsageError(
             f"step of {path} must be the end of a round, a multiple of {interval} up to {steps}, but got "

@@ -37,7 +37,7 @@ def report(scheduler: Any, path: str | os.PathLike[str]) -> Path:
 
 
 def _run(scheduler: Any) -> Run:
-    curves, loop, groups = curves_of(scheduler), scheduler._rounds, scheduler.optimizer.param_groups
+    curves, loop, groups = curves_of(scheduler), scheduler._run, scheduler.optimizer.param_groups
     settings = {key: value for key, value in groups[0].items() if key not in NOT_SETTINGS and value is not None}
     schedule, total = getattr(scheduler, "schedule", None), scheduler.total_steps
     config = {

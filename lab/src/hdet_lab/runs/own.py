@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from hdet.checks import whole
+from hdet.checks import as_int
 from hdet_lab.command_line import UsageError
 from hdet_lab.files import open_regular, read_text, require_regular
 from hdet_lab.reports.run import Run
@@ -182,7 +182,7 @@ def _run(path: Path, name: str, rounds: list[dict[str, Any]], names: Sequence[st
     config = {
         "records": str(path),
         "last written": _when(path.stat().st_mtime),
-        "rounds": f"{whole(first['index'])} to {whole(last['index'])}",
+        "rounds": f"{as_int(first['index'])} to {as_int(last['index'])}",
         "steps of a round": rounds[1]["step"] - first["step"] if len(rounds) > 1 else first["step"],
         "replicas": len(last["losses"]),
         "param groups": groups,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hdet.checks import LARGEST, number, shown, whole
+from hdet.checks import LARGEST, as_int, number, shown
 
 Rule = tuple[str, Callable[[Any], bool]]
 
@@ -56,7 +56,7 @@ _TEXT: Rule = ("a string", _is_text)
 _TEXTS: Rule = ("a list of strings", _all(list, _is_text))
 _NUMBER: Rule = ("a finite number", _is_number)
 _MAYBE: Rule = ("a finite number or null", _is_maybe)
-_COUNT: Rule = ("an integer >= 0", lambda value: whole(value) >= 0)
+_COUNT: Rule = ("an integer >= 0", lambda value: as_int(value) >= 0)
 _ROW: Rule = ("a list of finite numbers or nulls, and not empty", lambda value: _is_row(value) and bool(value))
 _KNOB = {"values": _ROW, "base": _MAYBE}
 
@@ -66,7 +66,7 @@ CONFIG: dict[str, Rule] = {
     "method": _TEXT,
     "lr": ("a finite number > 0", lambda value: number(value) > 0),
     "seed": _COUNT,
-    "steps": ("an integer >= 1", lambda value: whole(value) >= 1),
+    "steps": ("an integer >= 1", lambda value: as_int(value) >= 1),
 }
 END: dict[str, Rule] = {
     "status": _TEXT,
@@ -95,7 +95,7 @@ MAYBE: dict[str, Rule] = {
     "events": _TEXTS,
     "phase": _TEXT,
     "quarantined": ("a list", lambda value: isinstance(value, list)),
-    "resumed_from": ("an integer >= 0 or null", lambda value: value is None or whole(value) >= 0),
+    "resumed_from": ("an integer >= 0 or null", lambda value: value is None or as_int(value) >= 0),
 }
 """What a round may have; older ones have less."""
 
@@ -115,7 +115,7 @@ def check_entry(entry: Any, facts: Mapping[str, Any]) -> None:
     if not isinstance(entry, dict):
         raise ValueError(f"it must be an object, but got {shown(entry)}")
     steps = facts["config"]["steps"]
-    _check(entry, {"event": _TEXT, "step": (f"an integer from 0 to {steps}", lambda v: 0 <= whole(v) <= steps)})
+    _check(entry, {"event": _TEXT, "step": (f"an integer from 0 to {steps}", lambda v: 0 <= as_int(v) <= steps)})
     _check(entry, {"round": ROUND, "end": END}.get(entry["event"], {}))
     if entry["event"] != "round":
         return

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tyro.conf import Positional, arg
 
-from hdet import Adapt, AutoLR, Faults, OneCycleAutoLR, knobs
-from hdet.checks import LARGEST, number, shown, whole
-from hdet.controllers import PaperController
+from hdet import Adapt, AutoLR, Ensemble, Faults, OneCycleAutoLR, knobs
+from hdet.checks import LARGEST, as_int, number, shown
+from hdet.ensemble.controllers import PaperController
 from hdet.policy.timing import default_interval
-from hdet.signals.probe import Probe
+from hdet.signals.held_out import Probe
 from hdet_lab.command_line import Options, UsageError
 from hdet_lab.recipes import (
     PEAK_SHARE,
@@ -199,7 +199,7 @@ def from_dict(values: Mapping[str, Any]) -> Settings:
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value from JSON can stand for one of the type ``kind``."""
     if kind is int:
-        return bool(whole(value) == value)
+        return bool(as_int(value) == value)
     if kind is float:
         return not math.isnan(number(value))
     if kind in (str, Path):
@@ -257,7 +257,7 @@ def make_scheduler(
     steps, interval = settings.steps, settings.interval
     assert steps is not None
     assert interval is not None
-    explored: dict[str, Any] = {"knobs": [KNOBS[name][0]() for name in settings.knobs], "probe": probe}
+    differs: dict[str, Any] = {"knobs": [KNOBS[name][0]() for name in settings.knobs], "seed": settings.seed}
     if settings.method == "paper" and settings.schedule == "one-cycle":
         return OneCycleAutoLR(
             optimizer,
@@ -270,19 +270,19 @@ def make_scheduler(
             auto_lr_warmup_steps=steps // 50,
             enable_auto_lr=True,
             model=model,
-            seed=settings.seed,
-            **explored,
+            probe=probe,
+            ensemble=Ensemble(**differs),
         )
     plain = make_schedule(settings.schedule, optimizer, settings.lr, steps)
     if settings.method == "fixed":
         return plain
-    common: dict[str, Any] = {"interval": interval, "total_steps": steps, "model": model, "seed": settings.seed}
-    common |= explored
+    common: dict[str, Any] = {"interval": interval, "total_steps": steps, "model": model, "probe": probe}
     if settings.method == "paper":
         # What OneCycleAutoLR does, around another schedule.
-        adapt = Adapt(
-            controller=PaperController(), spread=settings.spread, anchor="round", groups="each", hold_share=0.0,
-        )  # fmt: skip
-        return AutoLR(plain, signal="loss", adapt=adapt, faults=Faults(rollback=False), **common)
+        adapt = Adapt(controller=PaperController(), anchor="round", groups="each", hold_share=0.0)
+        apart = Ensemble(spread=settings.spread, **differs)
+        return AutoLR(plain, ensemble=apart, adapt=adapt, faults=Faults(rollback=False), **common)
     chosen = optimizer if settings.schedule == "none" and settings.method == "gradient" else plain
-    return AutoLR(chosen, signal=settings.method, adapt=Adapt(spread=settings.spread), **common)
+    if settings.method == "loss" or settings.knobs:
+        common["ensemble"] = Ensemble(spread=settings.spread if settings.method == "loss" else 0.0, **differs)
+    return AutoLR(chosen, **common)

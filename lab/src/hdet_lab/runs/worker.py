@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdet import AutoLR, OneCycleAutoLR
 from hdet.policy.rollback import BrokenError
-from hdet.signals.probe import Probe
+from hdet.signals.held_out import Probe
 from hdet_lab.command_line import FailedError, UsageError
 from hdet_lab.recipes import make_torch_optimizer
 from hdet_lab.runs import folder as run_folder
@@ -100,7 +100,7 @@ class _Run:
     def _ends_round(self, step: int) -> bool:
         """Asked before the step: what it shows decides about the next one alone."""
         if isinstance(self.scheduler, (AutoLR, OneCycleAutoLR)):
-            return self.scheduler._rounds.policy.is_due(step, last=step == self.steps)
+            return self.scheduler._run.policy.is_due(step, last=step == self.steps)
         return step % self.interval == 0 or step == self.steps
 
     def _step(self, step: int) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hdet.warm_start import unit_noise
+from hdet.ensemble.warm_start import unit_noise
 from hdet_lab.tasks.base import Task, batch_of, split_rows
 
 NUM_STATISTICS_STEPS = 50

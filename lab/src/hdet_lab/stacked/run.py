@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hdet.checks import FloatArray
-from hdet.controllers import Controller, PaperController
+from hdet.controllers import Controller
+from hdet.ensemble.controllers import PaperController
+from hdet.plan import make_controller
 from hdet.policy.level import Level
 from hdet.policy.timing import hold_start
-from hdet.schedulers._auto_settings import make_controller
 from hdet_lab.recipes import SweepMethod as Method
 
 

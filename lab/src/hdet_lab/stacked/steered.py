@@ -10,9 +10,8 @@ from hdet.checks import BoolArray, FloatArray
 from hdet.options import Adapt
 from hdet.policy.level import Sizes
 from hdet.policy.rollback import BrokenError, Rollback
-from hdet.policy.round import RoundPolicy
+from hdet.policy.round import RoundPolicy, Seen, Verdict
 from hdet.policy.steering import Steering
-from hdet.policy.verdict import Observed, Verdict
 from hdet.signals.gradient import mean_and_error
 from hdet_lab.stacked.run import Result, Run
 
@@ -84,7 +83,7 @@ class Steered:
         if not self.result.error:
             slopes = mean_and_error(samples) if self.run.method == "gradient" else None
             given = scheduled * self.run.lr
-            seen = Observed(
+            seen = Seen(
                 step, losses, finite, given * float(self.steering.effective[0]), given, self._sizes,
                 losses_given=True, slopes=slopes, last=last,
             )  # fmt: skip
@@ -96,6 +95,6 @@ class Steered:
         self.result.steps.append(step)
         self.result.train_loss.append(float(seen.mean()) if len(seen) else math.nan)
         self.result.base_lr.append(scheduled * self.run.lr * float(self.steering.effective[0]))
-        self.result.z.append(verdict.looked.lrs.get("z", (math.nan,))[0] if verdict is not None else math.nan)
+        self.result.z.append(verdict.control.get("z", (math.nan,))[0] if verdict is not None else math.nan)
         self.result.num_rollbacks = verdict.num_rollbacks if verdict is not None else self.result.num_rollbacks
         return verdict

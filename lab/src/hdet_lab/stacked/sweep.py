@@ -2,7 +2,7 @@
 
 A run is a task, a starting learning rate, a seed and a method; runs with the same number of replicas train as one
 batched computation. Every decision is that of the :class:`~hdet.policy.round.RoundPolicy` which decides for
-:class:`~hdet.engine.rounds.RoundLoop` too; only averaging and placing weights are the stacked engine's own.
+:class:`~hdet.run.Run` too; only averaging and placing weights are the stacked engine's own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,696 @@
+"""The round loop: the one place where losses become a decision and weights become their mean.
+
+``loss -> signal -> controller -> scales`` and ``weights -> converge -> weights`` meet here. After the optimizer step
+that ends a round: replicas exchange what they have seen, the policy decides (Eq. 4 to 7, 12 or 17), and the replication
+does to the weights what follows from it (Eq. 3 and 11). The loop only orders: it reads top to bottom in
+:meth:`Run.end_round`. Schedulers multiply their schedule by :attr:`LearningRates.factors`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hdet.checks import LARGEST, FloatArray, mapping_of, numbers_of, shown, whole_of
+from hdet.history import History, RoundRecord
+from hdet.policy.quarantine import QuarantineState, pack_quarantine
+from hdet.policy.rollback import NO_ROLLBACK
+from hdet.policy.round import RoundPolicy, Seen
+from hdet.policy.steering import Steering
+from hdet.replicas.agreement import Report, Reports, exchange
+from hdet.replicas.group import Replicas
+from hdet.replication import Equal
+from hdet.signals.base import Reading, Signal, merged
+from hdet.signals.gradient import drop_nonfinite
+from hdet.signals.loss import Loss, LossMeter
+from hdet.signals.update_size import UpdateSize
+from hdet.weights.anchor import Anchor
+from hdet.weights.averaged import Weights
+from hdet.weights.columns import stride_of
+from hdet.weights.saved import tensors_of
+from hdet.weights.snapshot import Snapshot
+
+SLOW_S, NUM_SLOW = 1.0, 3
+"""A converge shorter than this is not worth a warning; and how many slow ones in a row are."""
+
+
+class Run:
+    """Fan-out, signals, policy and converge for the param groups of one optimizer.
+
+    Args:
+        optimizer: whose learning rates are steered.
+        replication: what becomes of the weights.
+        policy: when rounds end, and what follows from them.
+        signals: what rounds show; of two that show the same, the first counts.
+        lrs: what every learning rate is on this replica.
+        anchor: where effects are measured from; None for the last converge.
+        undo: where rounds that are undone go back to; None where none is.
+        slow_share: of a round, above which a converge is slow.
+        step: optimizer steps already taken.
+        skip_nonfinite: take gradients that are not finite out of a step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        replication: Equal,
+        policy: RoundPolicy,
+        signals: Sequence[Signal],
+        lrs: LearningRates,
+        *,
+        anchor: Anchor | None,
+        undo: Undo | None,
+        slow_share: float,
+        step: int,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        self.lock = threading.RLock()
+        """Held by whatever changes the state, so that another thread may save it in the meantime."""
+        self.optimizer = optimizer
+        self.replication = replication
+        self.weights = replication.weights
+        self.replicas = replication.replicas
+        self.policy = policy
+        self.steering = policy.steering
+        self.signals = tuple(signals)
+        self.observers = tuple(s for s in signals if type(s).observe is not Signal.observe)
+        """Signals that want to see losses one by one."""
+        self.lrs = lrs
+        self.anchor = anchor
+        self.undo = undo
+        self.skip_nonfinite = skip_nonfinite
+        self.active = replication.differs or any(not signal.compares for signal in signals)
+        self.counts_updates = self.active and self.replicas.group is not None
+        self.losses = RoundLosses(self.replicas, updates_alike=replication.shared_gradients)
+        self.history = History()
+        self._clock = Clock(slow_share if self.replicas.count > 1 else math.inf)  # nobody to wait for
+        self.upcoming = step + 1
+        """The step that the next optimizer step is part of."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether training has ended, and every knob is at its base value."""
+        return self.replication.finished
+
+    @property
+    def at_base(self) -> bool:
+        """Whether the model at hand is the shared one, so that learning rates should be the base values too."""
+        return self.replication.finished or self.replication.is_set_aside
+
+    def update(self) -> None:
+        """The steering has moved: write what follows from it."""
+        self.lrs.update()
+        self.replication.write_knobs()
+
+    def add_groups(self) -> None:
+        """Take up param groups that were added to the optimizer: they train along from here."""
+        joined = self.optimizer.param_groups[len(self.lrs.knob_of_group) :]
+        for knob in self.lrs.add_groups():
+            for signal in self.signals:
+                signal.add_group(knob)
+        parameters = [p for group in joined for p in group["params"]]
+        self.replication.add(parameters)
+        if self.anchor is not None and self.anchor.copies:
+            self.anchor.add(parameters)
+        if self.undo is not None:
+            self.undo.add()
+
+    def follow(self, share: float) -> None:
+        """The schedule of the next param group that it does not know is ``share`` of the first one's."""
+        self.lrs.joined.append(share)
+        self.lrs.joined_alike = not self.replication.differs
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def before_optimizer_step(self) -> None:
+        """Set the anchor in the first step, when the weights are what training starts from; show signals the step."""
+        if _moves_nothing(self.optimizer):
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self._refuse_capture()
+        ends = self.policy.is_due(self.upcoming)
+        with self.lock:
+            self._begin()
+            if self.undo is not None:
+                self.undo.before_step()
+            for signal in self.signals:
+                signal.ends_round = ends
+                signal.before_step(self.optimizer)
+        if self.skip_nonfinite:
+            drop_nonfinite(self.optimizer, self.replicas if self.replication.shared_gradients else None)
+
+    def _begin(self) -> None:
+        """Remember where training starts, unless it is known."""
+        if self.anchor is not None and not self.anchor.copies:
+            self.anchor.renew(self.weights.anchored())
+        if self.undo is not None:
+            self.undo.before_first_step()
+        self.replication.begin()
+
+    def _refuse_capture(self) -> None:
+        """Raise where what this does before a step would be part of a CUDA graph, and be repeated with every replay."""
+        for signal in self.signals:
+            signal.refuse_capture()
+        anchored = self.anchor is None or bool(self.anchor.copies)
+        if not anchored or (self.undo is not None and not self.undo.snapshot.taken):
+            raise RuntimeError(
+                "optimizer.step() must be called once, after the scheduler was constructed, before it is captured in a "
+                "CUDA graph: the first step sets the anchor"
+            )
+
+    def after_optimizer_step(self) -> None:
+        """Count it: replicas that share gradients must take the same steps."""
+        if not _moves_nothing(self.optimizer):
+            self.losses.num_updates += 1
+
+    def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
+        with self.lock:
+            self.losses.observe(loss, weight)
+            for signal in self.observers:
+                signal.observe(loss, weight)
+
+    def is_due(self, step: int) -> bool:
+        """Whether :meth:`end_round` may have anything to do in a step that is not the last."""
+        policy = self.policy
+        replication = self.replication
+        set_aside = replication.differs and replication.is_set_aside
+        return policy.searching or step % policy.interval == 0 or set_aside
+
+    # -- the end of a round -------------------------------------------------------------------------------------
+
+    def end_round(self, step: int, scheduled: Sequence[float | Tensor], *, last: bool) -> bool:
+        """After the optimizer step that ends a round; False where there is no round to end.
+
+        Args:
+            step: optimizer steps taken so far.
+            scheduled: what the schedule alone gave each param group in that step.
+            last: whether training ends here, so that the round ends too, full or not.
+        """
+        self.replication.refuse_inside("step()")
+        if not self.active or not self.policy.is_due(step, last=last):
+            if last:
+                self.replication.end()
+            return False
+        with self.replicas.telling_others(step):
+            self._clock.start()
+            self._begin()  # a GradScaler may have skipped every step so far
+            reports = self._meet(step, acting=self.policy.is_acting(step))
+            reading = merged([signal.drain() for signal in self.signals])
+            schedule = np.array([float(value) for value in self.lrs.of_all(scheduled)])
+            verdict = self.policy.end_round(self._seen(step, reports, reading, schedule, last=last))
+            distance, averaged = 0.0, "none"
+            if verdict.go_back:
+                assert self.undo is not None
+                self.undo.restore()
+                self.replication.restart(step, last=last)
+            else:
+                distance, averaged = self.replication.end_round(step, verdict, last=last)
+                if verdict.keep and self.undo is not None:
+                    self.undo.keep()
+            if verdict.new_anchor:
+                assert self.anchor is not None
+                self.anchor.renew(self.weights.anchored())
+                self.anchor.differ_from = None
+            if not last:
+                self.replication.next_round(self.lrs.multipliers())
+            self.history.say(verdict, stacklevel=4)
+            if last:
+                self.replication.end()
+            self.update()
+            record = RoundRecord.of(
+                verdict,
+                self.steering,
+                schedule=schedule,
+                knob_of_group=self.lrs.knob_of_group,
+                knobs=self.replication.knob_values,
+                learned=reading.learned,
+                step=step,
+                losses=tuple(reports.losses.tolist()),
+                distance=distance,
+                converge_s=self._clock.stop(step, self.policy.interval),
+                probes=tuple(reading.losses.tolist()) if reading.held_out and reading.losses is not None else (),
+                averaged=averaged,
+                num_updates=tuple(int(n) for n in reports.num_updates) if self.counts_updates else (),
+                resumed_from=self.history.resumed_from,
+                held_out=reading.probed,
+            )
+            self.losses.reset()
+            self.history.write(record)
+        return True
+
+    def _seen(self, step: int, reports: Reports, reading: Reading, schedule: FloatArray, *, last: bool) -> Seen:
+        """What the round has shown, as numbers."""
+        scheduled = float(schedule[0]) if len(schedule) else math.nan
+        return Seen(
+            step=step,
+            losses=reports.losses,
+            finite=reports.finite,
+            rate=scheduled * self.lrs.base_factors[0] if len(schedule) else math.nan,
+            scheduled=scheduled,
+            sizes=reading.sizes,
+            losses_given=bool(reports.weights.any()),
+            compared=reading.losses,
+            trained=reading.trained,
+            slopes=reading.slopes,
+            total_slope=reading.total_slope,
+            last=last,
+        )
+
+    def _meet(self, step: int, *, acting: bool = False, asked: bool = False) -> Reports:
+        """Find out whether replicas can go on together, and bring to all what each has seen. Collectives.
+
+        ``acting``: whether a controller is going to act on it. ``asked``: whether it is in the middle of a round.
+        """
+        for signal in self.signals if acting else ():
+            signal.measure(self.replication.training_at_base())
+        self.weights.refuse_join(step)
+        total, weight = self.losses.meter.drain()
+        shapes, finite, state = self.replication.digest(), self.weights.is_healthy(), self.policy.digest()
+        reports = exchange(
+            self.replicas,
+            Report(step, total, weight, finite, shapes, state, self.losses.num_updates, asked),
+            losses_required=acting and any(signal.needs_losses for signal in self.signals),
+            updates_alike=self.losses.updates_alike,
+            num_steps=self.policy.num_steps(step),
+        )
+        self.losses.share(reports)
+        if not self.lrs.joined_alike:
+            # Each has taken up new param groups by its own learning rates, which differ.
+            shares = self.replicas.gather(self.lrs.joined, step=step).mean(axis=(0, 1)).tolist()
+            self.lrs.set_joined(shares)
+        for signal in self.signals:
+            if not (asked and signal.only_at_end):
+                signal.share(self.replicas, reports.losses)
+        return reports
+
+    # -- a mean in mid-round ------------------------------------------------------------------------------------
+
+    def converge(self, step: int) -> None:
+        """Eq. 3 now, in the middle of a round: the round, its signal and its multipliers go on."""
+        with self.lock:
+            if self.active and not self.replication.is_set_aside:
+                self._converge(step)
+
+    def _converge(self, step: int) -> None:
+        with self.replicas.telling_others(step):
+            finite = self._meet(step, asked=True).finite
+            if self.replication.differs:
+                self.policy.require_mean(finite, step)
+                self.replication.converge(step, finite, self.signals)
+
+    @contextmanager
+    def converged(self, step: int) -> Iterator[None]:
+        """The mean weights for the length of a block; then this replica's own again. Needs a second copy of them."""
+        if not self.replication.differs or self.replication.is_set_aside:
+            self.converge(step)  # weights are equal already; what the round has shown so far is shared for saving
+            yield
+            return
+        with self.replication.set_aside():
+            with self.lock:
+                self._converge(step)
+            self.replication.write_knobs(at_base=True)
+            yield
+        self.replication.write_knobs()
+
+    def finish(self, step: int) -> None:
+        """End the training: average the weights, and leave every knob at its base value."""
+        self.replication.refuse_inside("finish()")
+        if self.finished:
+            return
+        if self.replication.needs_mean(step):
+            self.converge(step)
+        self.replication.end()
+        self.replication.write_knobs(at_base=True)
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types, and the anchor's tensors, sharded as the weights are; the same on every replica.
+
+        And the same names at any time, so that a checkpoint can be read into the state of a run that has not begun.
+        """
+        if self.replicas.count == 1:
+            self.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
+        return {
+            **self.policy.state_dict(),
+            **self.replication.state_dict(),
+            "anchor": [] if self.anchor is None else self.anchor.saved(self.weights.anchored()),
+            "anchor_stride": 1 if self.anchor is None else self.anchor.stride,
+            **self.history.state_dict(),
+            "losses": self.losses.state_dict(),
+            "num_ranks": self.replicas.count,
+            "signals": {s.name: s.state_dict() | self.replication.own_state(s) for s in self.signals},
+            "joined": list(self.lrs.joined),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Continue from ``state``; on another number of replicas with a new spread around the same base values.
+
+        A state that cannot be used raises ValueError or KeyError and changes nothing.
+        """
+        # All is checked here, before anything has changed; nothing below may fail.
+        self.weights.reshard()
+        state = mapping_of(state, "rounds")
+        num_ranks = whole_of(state["num_ranks"], "num_ranks", 1)
+        whole_of(state["num_replicas"], "num_replicas", 1)
+        losses = self.losses.read_state(state["losses"], num_ranks)
+        anchor = self._read_anchor(state)
+        signals = self._read_signals(state["signals"])
+        joined = joined_of(state)
+        self.replication.check_state(state)
+        history = History.from_state(state)
+        self.policy.load_state_dict(state)  # checks everything before it changes anything
+        if self.policy.level is not None and not any(isinstance(signal, UpdateSize) for signal in self.signals):
+            # Made around a schedule that had been loaded already, or without a level: the state has one.
+            num_ranks_now = self.replicas.count * self.replicas.num_parts
+            self.signals += (UpdateSize(num_ranks=num_ranks_now, stride=stride_of(None, self.optimizer)),)
+        self.steering.set_bounds(self.replication.restart_knobs(state))
+        self.replication.load_state_dict(state, step=step)
+        if self.undo is not None:
+            self.undo.restart(self.weights.local() if self.replication.differs else None)
+        self._place_anchor(anchor)
+        if anchor and not state["left_at_mean"]:
+            self.replication.next_round(self.lrs.multipliers())
+        self.upcoming = step + 1
+        alike = num_ranks == self.replicas.count
+        self.history.go_on_from(history, None if alike else num_ranks)
+        self.lrs.set_joined(joined)
+        self.losses.load(losses)
+        for signal in self.signals:
+            signal.forget()
+            if signal.name in signals:  # what a replica had alone is of another one where their number has changed
+                own: dict[str, Any] = {} if alike else {"own": {}}
+                signal.load_state_dict({**signals[signal.name], **own})
+        self.update()
+
+    def _read_anchor(self, state: Mapping[str, Any]) -> list[Tensor]:
+        """A whole anchor serves every run, one of a share of the entries only runs with the same share."""
+        parameters, anchor = self.weights.anchored(), self.anchor
+        stride = whole_of(state.get("anchor_stride", 1), "anchor_stride", 1)  # older states have whole ones
+        columns = Anchor(stride=stride).columns_of(parameters)
+        found = tensors_of(state["anchor"], parameters, "anchor", "the shapes of the optimizer's parameters", columns)
+        if anchor is None or not found or stride == anchor.stride:
+            return found
+        if stride > 1:
+            mine = "all of them" if anchor.stride == 1 else f"1 in {anchor.stride}"
+            raise ValueError(
+                f"the anchor was saved with 1 in {stride} of its entries, and this run needs {mine}: construct the "
+                f"scheduler with copies=Copies(anchor_share=1 / {stride}), or start from the weights without its state"
+            )
+        return anchor.kept(found, anchor.columns_of(parameters))
+
+    def _place_anchor(self, saved: Sequence[Tensor]) -> None:
+        if self.anchor is None:
+            return
+        self.anchor.copies = []
+        if saved:
+            self.anchor.renew(self.weights.anchored())
+            for copy, value in zip(self.anchor.copies, saved, strict=True):
+                copy.copy_(value)
+            self.anchor.differ_from = None
+
+    def _read_signals(self, saved: Any) -> dict[str, Mapping[str, Any]]:
+        """Of each signal that a state has something for; the others of this run start afresh."""
+        found = mapping_of(saved, "signals")
+        states = {s.name: mapping_of(found[s.name], f"signals[{s.name!r}]") for s in self.signals if s.name in found}
+        for signal in self.signals:
+            if signal.name in states:
+                signal.check_state(states[signal.name])
+        return states
+
+
+def adopted(state: Mapping[str, Any], *, round_index: int, scale: float = 1.0) -> dict[str, Any]:
+    """The state of a run that was trained without hdet so far, nothing known yet.
+
+    ``state``: of the loop that is to continue it. ``scale``: of its learning rates.
+    """
+    zeros = [0.0] * len(state["scales"])
+    num_knobs = len(state["panel"]["names"])
+    return {
+        **state,
+        **NO_ROLLBACK,
+        "round": round_index,
+        "scales": [scale] * (len(zeros) - num_knobs) + [1.0] * num_knobs,
+        "fallen": zeros, "first_level": scale, "warmup": 1.0, "level": None, "first_losses": [], "scheduled": 0.0,
+        "searching": False, "searched": 0,
+        "controller": {}, "panel": {**state["panel"], "controller": {}},
+        "quarantine": pack_quarantine(QuarantineState()),
+        "left_at_mean": False, "anchor": [],
+        "curve": {"steps": [], "values": []},
+        "losses": None, "signals": {}, "worse_since": None, "lowest": [],
+    }  # fmt: skip
+
+
+def joined_of(state: Any) -> list[float]:
+    """For each param group of a saved state that had joined in mid-run, its share of the first one's learning rate."""
+    saved = mapping_of(state, "rounds").get("joined", [])  # older states have none
+    joined: list[float] = numbers_of(saved, "joined", None, low=0, high=1e100).tolist()
+    return joined
+
+
+def _moves_nothing(optimizer: Optimizer) -> bool:
+    """Whether a step is none of training: torch.distributed.checkpoint takes one to have optimizer state to read into.
+
+    All its learning rates are 0.
+    """
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    # One on an accelerator is not worth waiting for: checkpoint's are on the host.
+    return all(not (isinstance(lr, Tensor) and lr.device.type != "cpu") and float(lr) == 0 for lr in lrs)
+
+
+class LearningRates:
+    """The steering's learning rates as one replica has them: schedule x learned scale x multiplier.
+
+    Args:
+        optimizer: whose learning rates are steered.
+        steering: scales and multipliers.
+        index: of this replica.
+        knob_of_group: which of the steering's learning rates each param group has.
+        one_scale: whether param groups that join later have the first of them, or new ones.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, steering: Steering, *, index: int, knob_of_group: list[int], one_scale: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self.steering = steering
+        self.index = index
+        self.knob_of_group = knob_of_group
+        self._one_scale = one_scale
+        self.joined: list[float] = []
+        """Of each param group that joined after the schedule was made, its share of the first one's."""
+        self.joined_alike = True
+        """Whether all replicas have the same there."""
+        self.update()
+
+    def update(self) -> None:
+        """The steering has moved."""
+        by_knob = (self.steering.effective * self.steering.multipliers[:, self.index]).tolist()
+        self.factors: list[float] = [by_knob[knob] for knob in self.knob_of_group]
+        """What the schedule's value of each param group is multiplied by."""
+
+    @property
+    def base_factors(self) -> list[float]:
+        """What the schedule's value of each param group is multiplied by at the shared centre."""
+        scales: list[float] = self.steering.effective[self.knob_of_group].tolist()
+        return scales
+
+    def multipliers(self) -> list[float]:
+        """This replica's multiplier of each param group."""
+        mine = self.steering.multipliers[:, self.index].tolist()
+        return [mine[knob] for knob in self.knob_of_group]
+
+    def add_groups(self) -> list[int]:
+        """Take up param groups that were added to the optimizer; returns the learning rate that each has."""
+        new = []
+        for _ in self.optimizer.param_groups[len(self.knob_of_group) :]:
+            new.append(0 if self._one_scale else self.steering.add_lr())
+            self.knob_of_group.append(new[-1])
+        self.update()
+        return new
+
+    def set_joined(self, shares: list[float]) -> None:
+        """What all replicas have from here on."""
+        self.joined, self.joined_alike = shares, True
+
+    def of_all(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """The schedule's values of all param groups, from those of the groups it knows."""
+        if not self.joined:
+            return list(schedule)
+        return [*schedule, *(share * schedule[0] for share in self.joined)][: len(self.knob_of_group)]
+
+    def scaled(self, schedule: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """This replica's learning rate of each param group, where the schedule gives these to those it knows."""
+        return [lr * factor for lr, factor in zip(self.of_all(schedule), self.factors, strict=True)]
+
+    def num_scheduled(self, state: Any) -> int:
+        """How many of the param groups, the first ones, the schedule of a saved state knows."""
+        num_groups, num_joined = len(self.knob_of_group), len(joined_of(state))
+        if num_joined >= num_groups:
+            raise ValueError(f"joined must leave out the first of {num_groups} param groups, but got {num_joined}")
+        return num_groups - num_joined
+
+
+class RoundLosses:
+    """Losses and optimizer steps of the round so far: this replica's, and everyone's once they are shared.
+
+    Args:
+        replicas: who takes part.
+        updates_alike: whether all must take the same optimizer steps.
+    """
+
+    ROWS = ("totals", "weights", "num_updates")
+
+    def __init__(self, replicas: Replicas, *, updates_alike: bool) -> None:
+        self.replicas = replicas
+        self.updates_alike = updates_alike
+        self.meter = LossMeter()
+        self.num_updates = 0
+        self._shared: FloatArray | None = None
+
+    def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
+        self.meter.observe(loss, weight)
+        self._shared = None
+
+    def share(self, reports: Reports) -> None:
+        """Keep what all have seen by now: a state that is saved holds everyone's."""
+        self._shared = np.stack([reports.totals, reports.weights, reports.num_updates])
+
+    def reset(self) -> None:
+        """A round begins."""
+        self.meter.reset()
+        self.num_updates = 0
+        self._shared = None
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Each replica's entry by name; empty lists where they were not shared since."""
+        rows = self._shared if self._shared is not None else np.empty((len(self.ROWS), 0))
+        return dict(zip(self.ROWS, rows.tolist(), strict=True))
+
+    def read_state(self, state: Any, num_ranks: int) -> FloatArray | None:
+        """Everyone's entries, shape (3, N); None where there are none, or of another number of replicas."""
+        if num_ranks != self.replicas.count or state is None:
+            return None
+        saved: Mapping[str, Any] = mapping_of(state, "losses")
+        # A loss may have been NaN or infinite. The rest is counted.
+        totals = numbers_of(saved["totals"], "totals of the losses", None, finite=False)
+        weights = numbers_of(saved["weights"], "weights of the losses", None, low=0)
+        num_updates = numbers_of(saved["num_updates"], "num_updates of the losses", None, low=0, high=LARGEST)
+        if not len(totals):
+            return None
+        if {len(totals), len(weights), len(num_updates)} != {num_ranks}:
+            raise ValueError(f"losses must hold one entry for each of {num_ranks} replicas, but got {shown(state)}")
+        if (num_updates % 1).any():
+            raise ValueError(f"num_updates of the losses must be integers, but got {shown(state)}")
+        if self.updates_alike and len(set(num_updates)) > 1:
+            raise ValueError(f"num_updates must be alike where gradients are shared, but got {num_updates.tolist()}")
+        return np.stack([totals, weights, num_updates])
+
+    def load(self, rows: FloatArray | None) -> None:
+        """Continue from what :meth:`read_state` has found."""
+        self.reset()
+        self._shared = rows
+        if rows is not None:
+            total, weight = (rows[:2, self.replicas.index] / self.replicas.num_parts).tolist()
+            self.meter.reset(total, weight)
+            self.num_updates = int(rows[2, self.replicas.index])
+
+
+class Undo:
+    """Where a round that is undone goes back to: the last healthy weights and optimizer state.
+
+    Args:
+        weights: and
+        optimizer: what is copied.
+        snapshot: where the copies live.
+        every: keep every so many rounds only: a copy of a large model to the host takes time.
+    """
+
+    def __init__(self, weights: Weights, optimizer: Optimizer, snapshot: Snapshot, *, every: int = 1) -> None:
+        self.weights = weights
+        self.optimizer = optimizer
+        self.snapshot = snapshot
+        self.every = every
+        self._num_rounds = 0
+        self._loaded: dict[int, Tensor] | None = None
+        self._told_of_steps = False
+
+    def before_first_step(self) -> None:
+        """Keep what training starts from; after a resume, the centre that was loaded."""
+        if not self.snapshot.taken:
+            self.snapshot.take(self._loaded or self.weights.kept(), self.optimizer)
+            self._loaded = None
+        self.snapshot.settle()
+
+    def before_step(self) -> None:
+        """Copies that are on their way are waited for. One that is replayed from a CUDA graph is not told of."""
+        self._told_of_steps = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        self.snapshot.settle()
+
+    def keep(self) -> None:
+        """Go back to the present from now on. Its copy may be made beside steps that this is told of."""
+        self._num_rounds += 1
+        if self._num_rounds % self.every:
+            return
+        self.snapshot.take(self.weights.kept(), self.optimizer, beside=self._told_of_steps)
+        self._told_of_steps = False
+
+    def restore(self) -> None:
+        """Go back."""
+        self.snapshot.restore(self.weights.kept(), self.optimizer)
+
+    def add(self) -> None:
+        """Parameters that join in mid-run go back to where they are now."""
+        tensors = self.weights.kept()
+        self.snapshot.add(tensors)
+        if self._loaded is not None:
+            self._loaded |= {key: t.clone() for key, t in tensors.items() if key not in self._loaded}
+
+    def restart(self, centre: Mapping[int, Tensor] | None) -> None:
+        """After a resume; ``centre``: the weights to go back to, where they are not those at hand."""
+        self.snapshot.forget()
+        self._loaded = None if centre is None else {key: t.clone() for key, t in centre.items()}
+
+
+class Clock:
+    """Times the converges of a run, and warns where they are slow.
+
+    Args:
+        slow_share: of a round, above which a converge is slow.
+    """
+
+    def __init__(self, slow_share: float) -> None:
+        self.slow_share = slow_share
+        self._started = self._round_ended = math.nan
+        self._num_slow = 0
+
+    def start(self) -> None:
+        """A converge begins."""
+        self._started = time.perf_counter()
+
+    def stop(self, step: int, interval: int) -> float:
+        """Seconds since it began; a warning, once, where they are too many of its round's, three times in a row."""
+        now = time.perf_counter()
+        converge_s, round_s = now - self._started, now - self._round_ended
+        self._round_ended = now
+        share = converge_s / round_s if round_s > 0 else math.nan
+        is_slow = converge_s > SLOW_S and share > self.slow_share
+        self._num_slow = self._num_slow + 1 if is_slow or self._num_slow >= NUM_SLOW else 0
+        if self._num_slow == NUM_SLOW:
+            warnings.warn(
+                f"the converge of step {step} took {converge_s:.1f} s, {share:.0%} of its round, and two before it as "
+                f"long: a rank or the network is slow. Make rounds longer than {interval} steps, or ask `hdet doctor`. "
+                "This warning is not repeated",
+                stacklevel=4,
+            )
+        return converge_s
