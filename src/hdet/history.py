@@ -77,7 +77,8 @@ class RoundRecord:
         base_values: the shared centre of each knob at that step, after the controller has acted.
         scales: the learned part of each base value: ``base value = schedule * scale``.
         control: what the controller looked at; for the paper's controller ``weights`` per replica, and per knob
-            ``delta`` (Eq. 6) and ``velocity`` (Eq. 7), both relative to the base value. Empty while it is not acting.
+            ``delta`` (Eq. 6) and ``velocity`` (Eq. 7), relative to the base value unless it is told otherwise. Empty
+            while it is not acting.
         unhealthy: replicas whose weights were not finite and were left out of the mean.
         num_rollbacks: how often the run has been set back to its last healthy centre, this round included.
         held: whether base values held still in this round because ``max_rollbacks`` were spent.

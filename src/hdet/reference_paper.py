@@ -51,6 +51,7 @@ def train(
     temperature: float = 0.1,  # sigma
     rate: float = 0.5,  # lambda
     momentum: float = 0.9,  # beta
+    absolute: bool = False,  # Eq. 7 as it is printed
     permutation: Callable[[int, int, int], list[int]] = shuffled,
 ) -> Iterator[Tensor]:
     """Train; after each step, yields the learning rates it has used: of param groups (rows) and replicas (columns)."""
@@ -67,12 +68,13 @@ def train(
         if (step + 1) % interval == 0 or step + 1 == total_steps:  # all end with the same weights
             converge(replicas)
             if step + 1 > warmup_steps:
-                delta = preference(torch.stack(losses).mean(0), rho, temperature)
                 # Eq. 7. The paper's Delta and velocity are learning rates, and push one that has become small below
-                # zero. Here they are fractions of the base value, of which a round takes at most lambda alpha away.
-                # The decay by 1 - gamma is the schedule's.
+                # zero. Here they are fractions of the base value, of which a round takes at most lambda alpha away,
+                # unless they are to be absolute. The decay by 1 - gamma is the schedule's, during the round.
+                unit = base if absolute else torch.ones_like(base)
+                delta = unit * preference(torch.stack(losses).mean(0), rho, temperature)
                 velocity = momentum * velocity + (1 - momentum) * delta
-                scale = scale * (1 + rate * velocity)
+                scale = scale * (1 + rate * velocity / unit)
             num_rounds, losses = num_rounds + 1, []
             places = [permutation(num_replicas, num_rounds, group) for group in range(num_groups)]
             rho = torch.stack([multipliers(num_replicas, spread)[pi] for pi in places])  # Eq. 9
@@ -109,7 +111,7 @@ def converge(replicas: list[Replica]) -> None:
 
 
 def preference(losses: Tensor, rho: Tensor, temperature: float) -> Tensor:
-    """Eq. 4 to 6: Delta of each param group, how far replicas with a lower loss are from the mean of all."""
+    """Eq. 4 to 6: Delta of each param group, over its base value: towards replicas with a lower loss."""
     weights = torch.softmax((losses.mean() - losses) / temperature, dim=0)
     return rho @ weights - rho.mean(1)
 

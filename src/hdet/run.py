@@ -251,6 +251,7 @@ class Run:
     def _seen(self, step: int, reports: Reports, reading: Reading, schedule: FloatArray, *, last: bool) -> Seen:
         """What the round has shown, as numbers."""
         scheduled = float(schedule[0]) if len(schedule) else math.nan
+        rates = dict(zip(reversed(self.lrs.knob_of_group), reversed(schedule * self.lrs.base_factors), strict=True))
         return Seen(
             step=step,
             losses=reports.losses,
@@ -264,6 +265,7 @@ class Run:
             slopes=reading.slopes,
             total_slope=reading.total_slope,
             last=last,
+            rates=np.array([rates[knob] for knob in sorted(rates)]),
         )
 
     def _meet(self, step: int, *, acting: bool = False, asked: bool = False) -> Reports:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pytest
@@ -57,8 +58,14 @@ def cases(draw: st.DrawFn, losses: st.SearchStrategy[float] = finite_losses) -> 
 
 every_controller = pytest.mark.parametrize(
     "controller",
-    [Hold(), PaperController(), PaperController(0.1, 2.0, 0.5), PaperController(0.05, 1000.0, 0.0)],
-    ids=["hold", "paper", "paper, quick", "paper, far too quick"],
+    [
+        Hold(),
+        PaperController(),
+        PaperController(0.1, 2.0, 0.5),
+        PaperController(0.05, 1000.0, 0.0),
+        PaperController(0.1, velocity="absolute"),
+    ],
+    ids=["hold", "paper", "paper, quick", "paper, far too quick", "paper, absolute"],
 )
 
 
@@ -268,6 +275,85 @@ def test_a_steady_preference_reaches_the_full_velocity_and_no_more() -> None:
         assert 1 < decision.factors[0] <= 1.05 + 1e-12 or decision.factors[0] == pytest.approx(1.05)
     assert state.velocity[0] == pytest.approx(0.1, rel=1e-6)
     assert scale > 1000
+
+
+# -- Eq. 7 as printed -----------------------------------------------------------------------------------------------
+
+PREFERS = {"lower": np.array([0.0, 1.0]), "higher": np.array([1.0, 0.0])}
+"""Losses of two replicas, of which the first has the lower learning rate."""
+
+
+def _rounds(velocity: Literal["relative", "absolute"], preferred: str, schedule: list[float]) -> list[float]:
+    """Base values after each round, of a learning rate that replicas always prefer higher or lower."""
+    controller = PaperController(temperature=0.01, rate=0.5, momentum=0.9, velocity=velocity)
+    state, scale, values = controller.init(1), 1.0, []
+    for eta in schedule:
+        evidence = Evidence(PREFERS[preferred], np.array([[0.9, 1.1]]), values=np.array([eta * scale]))
+        state, decision = controller.update(state, evidence)
+        scale *= float(decision.factors[0])
+        values.append(eta * scale)
+    return values
+
+
+def test_an_absolute_velocity_is_that_of_the_paper() -> None:
+    schedule = [0.02 * 0.97**index for index in range(30)]
+    base, velocity, expected = schedule[0], 0.0, []
+    for index, eta in enumerate(schedule):
+        base *= eta / schedule[max(index - 1, 0)]  # 1 - gamma, during the round
+        rates = [0.9 * base, 1.1 * base]
+        velocity = 0.9 * velocity + 0.1 * (rates[1] - sum(rates) / 2)  # all of the weight is on the second
+        base += 0.5 * velocity
+        expected.append(base)
+    assert_allclose(_rounds("absolute", "higher", schedule), expected, rtol=1e-12)
+
+
+@given(cases(), temperatures, st.floats(0, 0.5), smoothings, st.floats(1e-9, 1e3))
+def test_where_the_base_stands_still_a_velocity_is_the_same_in_units_of_it(
+    case: Case, temperature: float, rate: float, smoothing: float, value: float
+) -> None:
+    relative = PaperController(temperature, rate, smoothing)
+    absolute = PaperController(temperature, rate, smoothing, velocity="absolute")
+    seen = case.evidence._replace(values=np.full(len(case.velocity), value))
+    state, decision = absolute.update(PaperState(value * case.velocity), seen)
+    expected_state, expected = relative.update(case.state, seen)
+    assert_allclose(decision.factors, expected.factors, rtol=1e-9)
+    assert_allclose(state.velocity, value * expected_state.velocity, rtol=1e-9, atol=1e-12 * value)
+
+
+def test_near_zero_an_absolute_velocity_moves_by_any_factor_and_a_relative_one_does_not() -> None:
+    """The schedule falls by a half in each of the last rounds, the memory of the velocity by a tenth."""
+    steady, falling = [0.01] * 20, [0.01 * 0.5**index for index in range(1, 11)]
+    relative = _rounds("relative", "lower", steady + falling)
+    assert min(relative) > 0
+    assert all(after > before * 0.5 * 0.949 for before, after in pairwise(relative[20:]))
+    with pytest.raises(
+        RuntimeError,
+        match=r"learning rates must stay above 0, but Eq\. 7 with velocity=\"absolute\" moves that of number 0 from "
+        r"[\d.e-]+ to -[\d.e-]+: its velocity of -[\d.e-]+ is of rounds with higher ones, and training would ascend\. "
+        r"Use PaperController\(velocity=\"relative\"\), a smaller rate or momentum, or a schedule that ends higher",
+    ):
+        _rounds("absolute", "lower", steady + falling)
+    raised = _rounds("absolute", "higher", steady + falling)
+    factors = [b / a / 0.5 for a, b in pairwise(raised[20:])]
+    assert max(factors) > 1.5  # where a relative velocity moves by at most 1.05
+
+
+def test_in_the_last_round_nothing_would_ascend() -> None:
+    controller = PaperController(temperature=0.01, velocity="absolute")
+    seen = Evidence(PREFERS["lower"], np.array([[0.9, 1.1]]), values=np.array([1e-6]), last=True)
+    _, decision = controller.update(PaperState(np.array([-1e-3])), seen)
+    assert decision.factors.tolist() == [1.0]
+
+
+def test_a_schedule_at_zero_stays_there() -> None:
+    controller = PaperController(temperature=0.01, velocity="absolute")
+    seen = Evidence(PREFERS["lower"], np.array([[0.9, 1.1]]), values=np.zeros(1))
+    assert controller.update(PaperState(np.array([-1e-3])), seen)[1].factors.tolist() == [1.0]
+
+
+def test_a_velocity_is_one_of_two() -> None:
+    with pytest.raises(ValueError, match=r'velocity must be one of "relative", "absolute", but got velocity=.fast.'):
+        PaperController(velocity="fast")  # type: ignore[arg-type]
 
 
 # -- the state ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from hdet import Adapt, AutoLR, reference
 from hdet.controllers import LevelController
 from hdet.controllers.base import Evidence
+from hdet.policy.rollback import Rollback
 
 Array = np.ndarray[Any, Any]
 Make = Callable[[nn.Module, Optimizer, int], Any]
@@ -134,3 +135,26 @@ def test_of_many_rounds_several_count_as_one() -> None:
         if index >= 7:
             assert decision.info["progress"][0] == pytest.approx(progress, rel=1e-9)
             assert decision.info["cost_over_gain"][0] == pytest.approx(cost, rel=1e-9, abs=1e-12)
+
+
+def test_the_guard_calls_the_same_rounds_broken() -> None:
+    """Losses that fall, jump, come back to where they began, and stay there."""
+    draw, outcomes = np.random.default_rng(0), set()
+    for _ in range(300):
+        interval = int(draw.choice([4, 8, 20]))
+        noise = float(draw.choice([0.003, 0.02, 0.2]))
+        real, want = Rollback(20, interval=interval), reference.Guard(interval)
+        real.expect(3.0, noise)
+        want.expect(3.0, noise)
+        level, share = 3.0, float(draw.choice([0.0, 0.1, 0.5]))
+        for _ in range(40):
+            level = float(
+                draw.choice([0.9 * level, 3.0, 1.5, math.nan], p=[0.9 - 0.5 * share, 0.5 * share, 0.05, 0.05])
+            )
+            loss = level + noise * float(draw.normal())
+            level = 2.0 if math.isnan(level) else level
+            broken = want.is_broken(loss)
+            assert real.is_broken(np.array([loss]), weights_fine=True, losses_given=True, step=1) == broken
+            assert real.doubtful == (want.num_lost > 0)
+            outcomes.add((broken, want.num_lost >= want.max_lost, math.isnan(want.noise)))
+    assert {(True, True, False), (True, False, False), (False, False, True), (False, False, False)} <= outcomes

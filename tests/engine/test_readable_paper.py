@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hdet import Ensemble, OneCycleAutoLR
+from hdet import Adapt, AutoLR, Ensemble, Faults, OneCycleAutoLR
+from hdet.ensemble.controllers import PaperController
 from hdet.policy.spread import permutation
 from hdet.reference_paper import Replica, Schedule, geometric, one_cycle, shuffled, train
 from job import launch
@@ -36,6 +37,7 @@ class Case:
     decay: Literal["schedule", "floor", "printed"] = "schedule"
     div_factor: float = 25.0
     final_div_factor: float = 1e4
+    absolute: bool = False
     seed: int = 0
 
 
@@ -48,7 +50,9 @@ CASES = {
     "a converge after every step": Case("momentum", (0.05,), total_steps=9, interval=1, seed=4),
     "floor": Case("sgd", FOUR, decay="floor", final_div_factor=10.0, seed=5),
     "printed": Case("adam", (0.05,), decay="printed", div_factor=9.0, final_div_factor=0.5, warmup_steps=8, seed=6),
+    "an absolute velocity": Case("adam", FOUR, absolute=True, div_factor=4.0, final_div_factor=1.0, seed=7),
 }
+ASCENDS = Case("sgd", (0.2,), absolute=True, total_steps=40, interval=2)
 WHO = {
     1: ("sgd", "momentum", "adamw"),
     2: tuple(CASES),
@@ -73,15 +77,9 @@ def flat(model: nn.Module) -> Array:
     return flattened
 
 
-def by_library(names: tuple[str, ...]) -> dict[str, tuple[Array, Array]]:
-    """On one of N processes: learning rates and weights of this replica, after each step."""
-    warnings.filterwarnings("ignore", message="ensemble_lr_spread_ratio=.* has no effect with one replica")
-    found = {}
-    for name in names:
-        case, model = CASES[name], net()
-        wrapped = replicated(model)
-        optimizer = make_optimizer(case.kind, model, len(case.max_lr))
-        scheduler = OneCycleAutoLR(
+def make_scheduler(case: Case, optimizer: Optimizer) -> OneCycleAutoLR | AutoLR:
+    if not case.absolute:
+        return OneCycleAutoLR(
             optimizer,
             list(case.max_lr),
             case.total_steps,
@@ -96,6 +94,37 @@ def by_library(names: tuple[str, ...]) -> dict[str, tuple[Array, Array]]:
             decay=case.decay,
             ensemble=Ensemble(seed=case.seed),
         )
+    return AutoLR(
+        OneCycleLR(
+            optimizer,
+            list(case.max_lr),
+            case.total_steps,
+            cycle_momentum=False,
+            div_factor=case.div_factor,
+            final_div_factor=case.final_div_factor,
+        ),
+        interval=case.interval,
+        adapt=Adapt(
+            anchor="round",
+            controller=PaperController(case.temperature, velocity="absolute"),
+            start_steps=case.warmup_steps,
+            hold_share=0.0,
+            groups="each",
+        ),
+        faults=Faults(rollback=False),
+        ensemble=Ensemble(spread=0.4, seed=case.seed),
+    )
+
+
+def by_library(names: tuple[str, ...]) -> dict[str, tuple[Array, Array]]:
+    """On one of N processes: learning rates and weights of this replica, after each step."""
+    warnings.filterwarnings("ignore", message="ensemble_lr_spread_ratio=.* has no effect with one replica")
+    found = {}
+    for name in names:
+        case, model = CASES[name], net()
+        wrapped = replicated(model)
+        optimizer = make_optimizer(case.kind, model, len(case.max_lr))
+        scheduler = make_scheduler(case, optimizer)
         lrs, weights = [], []
         for step in range(case.total_steps):
             x, y = batch(step, dist.get_rank(), 8)
@@ -143,6 +172,7 @@ def by_reference(case: Case, num_replicas: int) -> tuple[Array, Array]:
         spread=0.4,
         warmup_steps=case.warmup_steps,
         temperature=case.temperature,
+        absolute=case.absolute,
         permutation=lambda n, index, k: permutation(n, seed=case.seed, round_index=index, knob=k).tolist(),
     ):
         lrs.append(used.T.numpy())
@@ -166,6 +196,31 @@ def test_every_step_is_that_of_the_reference(num_replicas: int, name: str) -> No
         assert_allclose(found[name][1], weights[:, r], rtol=1e-9, atol=1e-12, err_msg="weights")
     learned = lrs[-1].mean(axis=0) / [schedule(CASES[name], max_lr)(len(lrs) - 1) for max_lr in CASES[name].max_lr]
     assert (abs(learned - 1) > 1e-3).all() == (num_replicas > 1)
+
+
+def ascend() -> tuple[float, str]:
+    """The replica with the higher learning rate always does worse, and one-cycle falls towards zero."""
+    model = net()
+    optimizer = make_optimizer(ASCENDS.kind, model, 1)
+    scheduler = make_scheduler(ASCENDS, optimizer)
+    used = 0.0
+    try:
+        for _ in range(ASCENDS.total_steps):
+            used = float(optimizer.param_groups[0]["lr"])
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+            scheduler.step(100 * used)
+    except RuntimeError as error:
+        return used, str(error)
+    return used, ""
+
+
+def test_training_that_would_ascend_ends_in_an_error_on_every_rank() -> None:
+    for used, error in launch(ascend, 2, timeout_s=60):
+        assert used > 0
+        assert 'learning rates must stay above 0, but Eq. 7 with velocity="absolute" moves that of number 0' in error
+        assert "training would ascend" in error
 
 
 def test_one_cycle_is_torchs() -> None:

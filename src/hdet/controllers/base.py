@@ -29,6 +29,8 @@ class Evidence(NamedTuple):
         scales: where each knob's learned scale stands, shape (K,).
         trained: mean training loss of each replica, shape (N,), beside ``losses`` on held-out data; NaN where it has
             none.
+        values: base value of each knob in the round's last step, shape (K,); None where it is not known.
+        last: whether training ends here, so that nothing will be trained with the decision.
     """
 
     losses: FloatArray
@@ -43,6 +45,8 @@ class Evidence(NamedTuple):
     whole: tuple[float, float] | None = None
     scales: FloatArray | None = None
     trained: FloatArray | None = None
+    values: FloatArray | None = None
+    last: bool = False
 
 
 class Decision(NamedTuple):

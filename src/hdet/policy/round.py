@@ -41,6 +41,7 @@ class Seen:
         step: optimizer steps taken.
         losses: mean loss of each replica over the round; NaN where it has none.
         rate: the first param group's base learning rate in the round's last step.
+        rates: the same of each learning rate, shape (K,).
         scheduled: what the schedule alone gave it.
         sizes: of weights and update in the round's last step, where they were measured.
         finite: which replicas' weights are finite.
@@ -64,6 +65,7 @@ class Seen:
     slopes: tuple[FloatArray, FloatArray] | None = None
     total_slope: tuple[float, float] | None = None
     last: bool = False
+    rates: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,8 @@ class RoundPolicy:
                 elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
                 update=None if seen.sizes is None else seen.sizes.update / max(seen.sizes.weights, 1e-300),
+                values=seen.rates,
+                last=seen.last,
             )
             fallen = self.anchored and steering.wants_new_anchor()
         self._note_first(losses)
