@@ -92,3 +92,37 @@ def test_the_default_is_the_best_on_the_mean_over_tasks() -> None:
     tasks = [{"low": 1.0, "middle": 1.1, "high": 2.0}, {"low": 5.0, "middle": 2.2, "high": 2.0, "only here": 1.9}]
     shares = {name: sum(task[name] / min(task.values()) - 1 for task in tasks) for name in ("low", "middle", "high")}
     assert st.choose_default(tasks) == min(shares, key=lambda name: shares[name]) == "middle"
+
+
+def test_the_geometric_mean_is_of_ratios() -> None:
+    assert st.geometric_mean([1.0, -0.5]) == pytest.approx(0.0)
+    assert st.geometric_mean([0.1, math.inf]) == math.inf
+
+
+def test_the_bootstrap_draws_tasks_and_seeds() -> None:
+    """Against quantiles of many draws by other means."""
+    tasks = [[0.0, 0.1, 0.3], [0.5, 0.4, 0.2], [-0.1, 0.0, 0.05], [1.0, 0.8, 0.9]]
+    draw = random.Random(0)
+    means = []
+    for _ in range(20_000):
+        chosen = [draw.choices(task, k=len(task)) for task in draw.choices(tasks, k=len(tasks))]
+        means.append(sum(math.log1p(x) for task in chosen for x in task) / 12)
+    means.sort()
+    low, high = st.geometric_interval(tasks)
+    assert math.log1p(low) == pytest.approx(means[500], abs=0.02)
+    assert math.log1p(high) == pytest.approx(means[19_500], abs=0.02)
+    assert st.geometric_interval(tasks) == (low, high)
+    assert st.geometric_interval([[0.1, math.inf]]) == (math.inf, math.inf)
+
+
+def test_one_task_with_one_seed_has_no_width() -> None:
+    assert st.geometric_interval([[0.25]]) == pytest.approx((0.25, 0.25))
+    for loss in (1.3, 1.5, 2.1):
+        assert st.runs_interval([([LOSSES], [loss])]) == (st.equivalent_runs([LOSSES], [loss]),) * 2
+
+
+def test_the_interval_of_runs_is_of_the_median_over_tasks() -> None:
+    tasks = [([LOSSES, LOSSES], [1.25, 3.0]), ([LOSSES], [2.0]), ([LOSSES], [0.5])]
+    low, high = st.runs_interval(tasks)
+    assert (low, high) == (1.0, math.inf)
+    assert st.lower_median([math.inf, 3.0, 1.0, math.inf]) == 3.0

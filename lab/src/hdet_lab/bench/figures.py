@@ -1,9 +1,9 @@
-"""Learning rates of AutoLR over the steps of a run, with all seeds, and of the best fixed run, as SVG."""
+"""Figures as SVG: how near methods come to the best of the grid, and the learning rates of AutoLR with all seeds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hdet_lab.bench.summary import TaskSummary
 from hdet_lab.recipes import schedule_table
@@ -60,3 +60,58 @@ def lr_figure(task: TaskSummary) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+SHARE_RANGE = (0.005, 1.0)
+SHARE_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+COLOURS = ("#bc4c00", "#0072b2", "#009e73", "#8250df", "#56a0d3", "#9a6700", "#808890", "#cf222e")
+LEGEND = 210
+"""Width of the names beside the curves."""
+
+
+def near_figure(shares: Mapping[str, Sequence[float]], title: str) -> str:
+    """For each method: the share of tasks (upwards) that are within a share of the best of the grid (to the right).
+
+    Args:
+        shares: label to how far it is above the best of the grid, task by task; the first one is drawn bold.
+        title: above the picture.
+    """
+    right, bottom = WIDTH - LEGEND, HEIGHT - BOTTOM
+    low, high = (math.log(limit) for limit in SHARE_RANGE)
+
+    def x_of(share: float) -> float:
+        inside = min(max(share, SHARE_RANGE[0]), SHARE_RANGE[1])
+        return LEFT + (right - LEFT) * (math.log(inside) - low) / (high - low)
+
+    def y_of(part: float) -> float:
+        return bottom - part * (bottom - TOP)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
+        f"<style>{STYLE}</style>",
+        f'<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>',
+        f'<text x="{LEFT}" y="18">{title}</text>',
+    ]
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y_of(part):.1f}" y2="{y_of(part):.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y_of(part) + 4:.1f}" text-anchor="end">{part:.0%}</text>')
+    for tick in SHARE_TICKS:
+        x = x_of(tick)
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 14}" text-anchor="middle">{tick:.0%}</text>')
+    for place, (label, found) in reversed(list(enumerate(shares.items()))):  # the first on top
+        points, reached = [(x_of(0), 0.0)], 0
+        for share in sorted(found):
+            if share <= SHARE_RANGE[1]:
+                points.append((x_of(share), reached / len(found)))
+                reached += 1
+                points.append((x_of(share), reached / len(found)))
+        points.append((x_of(SHARE_RANGE[1]), reached / len(found)))
+        line = " ".join(f"{x:.1f},{y_of(part):.1f}" for x, part in points)
+        colour, width = COLOURS[place % len(COLOURS)], 3 if place == 0 else 1.6
+        parts.append(f'<polyline points="{line}" style="stroke: {colour}; stroke-width: {width}"/>')
+        y = TOP + 8 + 22 * place
+        parts.append(f'<line x1="{right + 14}" x2="{right + 34}" y1="{y}" y2="{y}" '
+                     f'style="stroke: {colour}; stroke-width: {width}"/>')  # fmt: skip
+        parts.append(f'<text x="{right + 40}" y="{y + 4}">{label}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"

@@ -3,9 +3,9 @@
 - ``grid``: fixed learning rates by half-decades under one-cycle, cosine and WSD; it grows where the best is at an edge.
   Adam here and everywhere below, where nothing else is said, with betas 0.9 and 0.95.
 - ``autolr``: ``AutoLR(optimizer, total_steps=N)``.
-- ``autolr-held-out``: the same around AdamW, with ``probe=`` and ``weight_decay="learn"`` from 0.1, in a plain loop.
-  The probe has a tenth of the training rows, which are not trained on: rows at random, of a text its last tenth. Other
-  training rows stand in for them.
+- ``autolr-held-out``: the same around AdamW, with ``probe=`` and ``weight_decay="learn"`` from 0.1. The probe has a
+  tenth of the training rows, which are not trained on: rows at random, of a text its last tenth.
+- ``adam``: of the grid, the schedule and learning rate with the lowest mean over half A, five seeds.
 - ``adamw``, ``nadamw``: weight decay 0.1, the latter with betas 0.9 and 0.999; one schedule and learning rate for all
   tasks, the best of the grid on the mean over half A (first seed).
 - ``prodigy`` (with its safeguard for warm-ups), ``d-adaptation``: betas 0.9 and 0.999; ``mechanic`` around Adam. All
@@ -15,8 +15,8 @@
   ``schedule-free-grid``: the same at several learning rates; ``schedule-free-autolr``: AutoLR sets its learning rate.
 - ``finder``: a tenth of the run grows the learning rate from 1e-7 to 10; a tenth of where the smoothed loss was lowest
   is the peak of a one-cycle in the other nine tenths.
-- ``halving``: half of the run's compute for eight learning rates, then four, then two, each round as dear as the
-  others, judged by validation loss; the best has a one-cycle over the other half.
+- ``halving``: half of the run's compute for eight learning rates, then four, then two, judged by validation loss; the
+  best has a one-cycle over the other half.
 - ``population``: population-based training of four workers with the whole batch each, four times the compute.
 """
 

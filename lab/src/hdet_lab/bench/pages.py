@@ -1,67 +1,68 @@
-"""The pages of results, made from the records alone: the same records make the same pages."""
+"""The page of results, made from the records alone: the same records make the same page."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from hdet_lab.bench import methods
-from hdet_lab.bench.figures import lr_figure
+from hdet_lab.bench.figures import lr_figure, near_figure
 from hdet_lab.bench.records import Record, load
-from hdet_lab.bench.statistics import t_interval
-from hdet_lab.bench.suite import DEFAULT_ENTRIES, NOTHING_SET
+from hdet_lab.bench.statistics import geometric_mean, t_interval
+from hdet_lab.bench.suite import DEFAULT_ENTRIES, MAX_PASSES, NOTHING_SET
 from hdet_lab.bench.summary import (
     COMPUTE,
     FACTORS,
     LABELS,
+    SHARES,
+    SLACK,
     TaskSummary,
     duel,
+    interval,
+    outside,
     over_tasks,
     percent,
     profiles,
+    runs,
     summarize,
     verdict,
+    worth,
 )
+from hdet_lab.bench.versions import MARK, SENTENCE, equivalent, is_current
 
 PAGE = "results.md"
 WHY = "why.md"
 """Beside the records: what somebody who has read them says about them, for the head of the page."""
-HALVES = {
-    "B": "Half B: only reported",
-    "A": "Half A: defaults may be chosen on it",
-    "extra": "Neither: stdlib-gpt, on which AutoLR's settings were looked at before, and other optimizers",
-}
+NEAR_FIGURE = "figures/bench-near.svg"
+SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-16"))
+DRAWN = ("autolr", "adam", "nadamw", "schedule-free", "prodigy", "mechanic", "search-4", "search-8")
 
-_TARGET = """\
-The target: ahead of every rival with nothing set on the mean over half B, within 1% of the best of the grid on each of
-its tasks, and ahead of random search with four times the compute. Defaults were chosen on half A; half B is reported
-whatever it says. The paper's configurations and earlier comparisons: [results_paper.md](results_paper.md). Every run is
-in the records, `lab/benchmarks/results/bench/*.json`, and in the root of the repository this lists those of AutoLR on a
-task:
-
-```python
-import json, pathlib
-
-for run in json.loads(pathlib.Path("lab/benchmarks/results/bench/feed.json").read_text())["methods"]["autolr"]:
-    print(run["seed"], run["schedule"], run["lr"], run["loss"])
-```"""
+_LABEL = """\
+The aims are meant for tasks that nobody has looked at (a half C), which do not exist yet. AutoLR's settings were looked
+at on every task here, half B too; defaults of rivals were chosen on half A alone. So the figures describe these tasks,
+and judge nothing about others."""
 _READING = """\
-Figures are shares by which the validation loss at the end is above that of the best fixed learning rate of the same
-seed. The best is one condition of schedule and learning rate for all seeds, the one with the lowest mean over seeds; it
-was chosen by the same validation loss, which flatters it and random search. ± is half the width of the 95% t-interval
-over seeds. A random search draws from the grid before it grew, and its expectation is exact. `hdet bench` makes the
-records, `hdet bench --pages` this page."""
+A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
+seed, less 1; means are geometric. The best of the grid has the lowest mean over five seeds of that same loss, which
+flatters it and random search. In brackets: 95% bootstrap intervals over tasks and seeds. Random search draws from the
+grid after it has grown to where its best is inside; its expectation is exact. Worth: the fewest runs of random search
+that are expected to reach the method's loss, the median over tasks ("all": more than the grid has). Pairs: tasks on
+which AutoLR is ahead/level/behind, paired over seeds; level: the 95% interval of the difference has zero.
+Half A: the mean over its five tasks."""
 _STEPS = """\
-The share of tasks on which a method reaches the target within a factor of the fastest method's steps. The target is 1%
-above where the best fixed learning rate ends; steps are those of the median run, and those of a search inside the run
-count."""
+Share of all tasks of both halves on which a method's median run comes within {slack:.0%} of where the best fixed run
+ends, in at most so many times the steps of the fastest method."""
+_RECORDS = """\
+Every run is in `lab/benchmarks/results/bench/*.json`, one a line. `hdet bench` makes the records, `hdet bench --pages`
+this page; `hdet bench --task mine.py:Task` compares on your own [task](lab.md#a-task-of-your-own). "With changes": the
+working tree differed from the commit."""
 
 
 def make_pages(records: Path, docs: Path) -> list[Path]:
-    """Write the pages and their figures; returns their paths."""
+    """Write the page and its figures; returns their paths."""
     written = []
-    for path, text in render(load(records), said_of(records)).items():
+    for path, text in render(load(records), said_of(records), equivalent(records)).items():
         target = docs / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -75,31 +76,66 @@ def said_of(records: Path) -> str:
     return why.read_text(encoding="utf-8").strip() if why.exists() else ""
 
 
-def render(records: Sequence[Record], why: str = "") -> dict[str, str]:
-    """Path below docs/ to content; ``why`` stands below the verdict."""
+def render(records: Sequence[Record], why: str = "", current: Collection[str] = ()) -> dict[str, str]:
+    """Path below docs/ to content.
+
+    Args:
+        records: of the suite.
+        why: stands below the verdict.
+        current: hashes of code whose runs of AutoLR are not marked.
+    """
     tasks = [task for task in map(summarize, records) if task is not None]
-    pages = {PAGE: _results(tasks, records, why)}
+    pages = {PAGE: _results(tasks, records, why, current)}
+    main = outside([task for task in tasks if task.record.half == "B"])
+    shares = {
+        LABELS[method]: [task.share(method) for task in main]
+        for method in DRAWN
+        if main and all(method in task.excess for task in main)
+    }
+    if shares:
+        title = f"Share of the {len(main)} tasks within a distance of the best of the grid"
+        pages[NEAR_FIGURE] = near_figure(shares, title)
     for task in tasks:
         if "autolr" in task.excess:
             pages[_figure(task)] = lr_figure(task)
     return pages
 
 
+def marked(label: str, method: str, tasks: Iterable[TaskSummary], current: Collection[str]) -> str:
+    """The label, with a mark where some runs are of an earlier version of AutoLR."""
+    records = [task.record for task in tasks if method in task.excess]
+    return label if all(is_current(method, record.facts, current) for record in records) else f"{label} {MARK}"
+
+
+def footnote(lines: Sequence[str]) -> list[str]:
+    """What the mark means, below a table that has one."""
+    return ["", SENTENCE] if any(MARK in line for line in lines) else []
+
+
 def _figure(task: TaskSummary) -> str:
     return f"figures/bench-{task.record.name}.svg"
 
 
-def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str) -> str:
-    of_half = {half: [task for task in tasks if task.record.half == half] for half in HALVES}
-    lines = ["# Does it work", "", *_first_lines(of_half["B"]), "", *([why, ""] if why else []), *_how(tasks), ""]
-    for half, title in HALVES.items():
-        if of_half[half]:
-            lines += [f"## {title}", "", *_half(of_half[half]), ""]
-    both = of_half["B"] + of_half["A"]
-    lines += ["## Ahead, level, behind", "", *_duels(of_half["B"], of_half["A"]), ""]
-    lines += ["## Steps to a target", "", *_profile(both), "", "## Task by task", "", *_tasks(tasks), ""]
+def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, current: Collection[str]) -> str:
+    half_b, half_a = ([task for task in tasks if task.record.half == half] for half in "BA")
+    lines = ["# Does it work", "", *_first_lines(half_b), "", *([why, ""] if why else [])]
+    if main := outside(half_b):
+        lines += [f"## {len(main)} tasks of half B", "", *_half(main, half_a, current), "", _READING, "",
+                  f"![share of tasks near the best of the grid]({NEAR_FIGURE})", ""]  # fmt: skip
+    if memorised := [task for task in half_b if task.overfits]:
+        lines += ["## Tasks that overfit", "", *_overfitting(memorised, current), ""]
+    lines += [
+        "## Steps to a target",
+        "",
+        *_profile(half_b + half_a),
+        "",
+        "## Task by task",
+        "",
+        *_tasks(tasks, current),
+        "",
+    ]
     lines += ["## How each method was run", "", _methods(), *_defaults(records), ""]
-    lines += ["## Figures", "", *_figures(tasks), "", "## Machines and data", "", *_facts(records), ""]
+    lines += ["## Records, machines and versions", "", _RECORDS, "", *_facts(records), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -107,68 +143,91 @@ def _first_lines(tasks: Sequence[TaskSummary]) -> list[str]:
     word, said = verdict(tasks)
     if not said:
         return [f"**The target is {word}**: there are no records of half B."]
-    first = f"**The target is {word}.** With nothing set, on the mean over the {len(tasks)} tasks of half B, AutoLR is:"
-    return [first, "", *(f"- {part}" for part in said)]
+    num = len(outside(tasks))
+    first = f"**The target is {word}.** With nothing set, on the {num} tasks of half B that do not overfit:"
+    return [first, "", *(f"- {part}" for part in said), "", _LABEL]
 
 
-def _how(tasks: Sequence[TaskSummary]) -> list[str]:
-    missing = [name for name in DEFAULT_ENTRIES if name not in {task.record.name for task in tasks}]
-    text = [_TARGET, "", _READING]
-    return text + (["", f"Not measured: {', '.join(missing)}."] if missing else [])
+def _label(method: str, tasks: Sequence[TaskSummary], current: Collection[str]) -> str:
+    label = marked(LABELS[method], method, tasks, current)
+    return f"**{label}**" if method == "autolr" else label
 
 
-def _half(tasks: Sequence[TaskSummary]) -> list[str]:
-    found = [line for method in LABELS if (line := over_tasks(tasks, method)) is not None]
+def _compute(method: str) -> str:
+    return COMPUTE.get(method, "1" if method in NOTHING_SET else "grid")
+
+
+def _half(tasks: Sequence[TaskSummary], half_a: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
+    found = [line for method in SHOWN if (line := over_tasks(tasks, method)) is not None]
     rows = []
     for line in sorted(found, key=lambda line: line.mean):
-        compute = COMPUTE.get(line.method, "1" if line.method in NOTHING_SET else "grid")
-        nothing = "yes" if line.method in NOTHING_SET else "no"
-        worst = f"{percent(line.worst)} ({line.worst_task})"
-        label = f"**{LABELS[line.method]}**" if line.method == "autolr" else LABELS[line.method]
-        center = _interval(line.mean, line.half_width)
-        rows.append([label, nothing, compute, str(line.num_tasks), center, percent(line.median), worst])
-    heads = ["method", "nothing set", "runs of compute", "tasks", "mean excess", "median task", "worst task"]
-    return table(heads, rows)
+        method = line.method
+        median, fewest, most = worth(tasks, method)
+        label = _label(method, tasks, current)
+        on_a = [task.share(method) for task in half_a if method in task.excess]
+        fewer = "" if line.num_tasks == len(tasks) else f" ({line.num_tasks} tasks)"
+        rows.append([
+            label + fewer, _compute(method), f"{percent(line.mean)} {interval(line.low, line.high)}",
+            percent(line.rest), "/".join(map(str, line.near)), f"{percent(line.worst)} ({line.worst_task})",
+            f"{runs(median)} {interval(fewest, most, runs)}" if _compute(method) == "1" else "",
+            "" if method == "autolr" else "/".join(map(str, duel(tasks, method))),
+            percent(geometric_mean(on_a)) if on_a else "",
+        ])  # fmt: skip
+    near = ", ".join(f"{share:.0%}".rstrip("%") for share in SHARES)
+    heads = ["method", "runs", "mean", "without worst", f"tasks within {near}%", "worst task",
+             "worth", "pairs", "half A"]  # fmt: skip
+    lines = table(heads, rows)
+    return lines + footnote(lines)
 
 
-def _interval(center: float, half_width: float) -> str:
-    return percent(center) + (f" ± {100 * half_width:.2f}" if math.isfinite(half_width) else "")
-
-
-def _duels(*halves: Sequence[TaskSummary]) -> list[str]:
+def _overfitting(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
+    said = f"The rule: more than {MAX_PASSES} passes over the training rows, and more parameters than rows: "
+    said += "; ".join(f"{task.record.name} ({task.overfits})" for task in tasks)
+    said += (
+        ". A lower training loss is a higher validation loss there. They are in no mean above; the rule was written "
+    )
+    said += "down after results were known."
     rows = []
-    for method in LABELS:
-        if method != "autolr" and any(method in task.excess for half in halves for task in half):
-            rows.append([LABELS[method], *(" / ".join(map(str, duel(half, method))) for half in halves)])
-    said = "AutoLR against each method, tasks on which it is ahead / level / behind. Level: the interval of the "
-    said += "difference over seeds has zero."
-    return [said, "", *table(["method", "half B", "half A"], rows)]
+    for method in SHOWN:
+        if all(method in task.excess for task in tasks):
+            shares = [task.share(method) for task in tasks]
+            rows.append((geometric_mean(shares), [_label(method, tasks, current), _compute(method),
+                         *(percent(share, 1) for share in shares), percent(geometric_mean(shares), 1)]))  # fmt: skip
+    heads = ["method", "runs", *(task.record.name for task in tasks), "geometric mean"]
+    lines = table(heads, [row for _, row in sorted(rows, key=lambda pair: pair[0])])
+    return [said, "", *lines, *footnote(lines)]
 
 
 def _profile(tasks: Sequence[TaskSummary]) -> list[str]:
+    found = {method: shares for method, shares in profiles(tasks).items() if method in LABELS or method == "grid"}
     rows = [
         [LABELS.get(method, "best of the grid"), *(f"{share:.0%}" for share in shares)]
-        for method, shares in profiles(tasks).items()
-        if method in LABELS or method == "grid"
+        for method, shares in sorted(found.items(), key=lambda pair: -pair[1][-1])
     ]
-    return [_STEPS, "", *table(["method", *(f"{factor:g} x" for factor in FACTORS)], rows)]
+    return [_STEPS.format(slack=SLACK), "", *table(["method", *(f"{factor:g} x" for factor in FACTORS)], rows)]
 
 
-def _tasks(tasks: Sequence[TaskSummary]) -> list[str]:
+def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
     rows = []
     for task in tasks:
         record, (shape, lr) = task.record, task.record.best()
-        loss, half_width = t_interval(task.best)
-        mine = task.excess.get("autolr")
-        worth = None if mine is None else task.worth()
+        mine = "autolr" in task.excess
+        name = f"[{record.name}]({_figure(task)})" if mine else record.name
         rows.append([
-            record.name, record.half, str(record.steps), str(len(task.seeds)),
-            f"{loss:.4g}" + (f" ± {half_width:.2g}" if math.isfinite(half_width) else ""), f"{shape}, {lr:g}",
-            "" if mine is None else _interval(*t_interval(mine)), "more than all" if worth is None else str(worth),
+            marked(name, "autolr", [task], current), record.half, f"{shape} {lr:g}",
+            percent(task.share("autolr")) + _seeds(task) if mine else "", runs(task.worth("autolr")) if mine else "",
         ])  # fmt: skip
-    heads = ["task", "half", "steps", "seeds", "best of the grid", "its condition", "AutoLR", "worth"]
-    said = "Worth: the fewest runs of a random search that are expected to reach AutoLR's mean over seeds."
-    return [said, "", *table(heads, rows)]
+    heads = ["task", "half", "best of grid", "AutoLR (± 95% over seeds)", "worth"]
+    lines = table(heads, rows)
+    missing = [name for name in DEFAULT_ENTRIES if name not in {task.record.name for task in tasks}]
+    said = "Names link to the learning rates of AutoLR with all seeds, against the best fixed one (dashed)."
+    said += f" Not measured: {', '.join(missing)}." if missing else ""
+    return [said, "", *lines, *footnote(lines)]
+
+
+def _seeds(task: TaskSummary) -> str:
+    half_width = t_interval(task.excess["autolr"])[1]
+    return f" ± {100 * half_width:.2f}" if math.isfinite(half_width) else ""
 
 
 def _methods() -> str:
@@ -182,25 +241,20 @@ def _defaults(records: Sequence[Record]) -> list[str]:
     return [f"- Chosen on half A for {LABELS[method]}: {shape}, {lr:g}." for method, (shape, lr) in chosen]
 
 
-def _figures(tasks: Sequence[TaskSummary]) -> list[str]:
-    lines = ["Learning rates of AutoLR with all seeds, against the best fixed one (dashed)."]
-    for task in tasks:
-        if "autolr" in task.excess:
-            lines += ["", f"![learning rates on {task.record.name}]({_figure(task)})"]
-    return lines
-
-
 def _facts(records: Sequence[Record]) -> list[str]:
-    rows = []
+    """One row for each machine; the records have the rest, task by task."""
+    found: dict[tuple[str, ...], dict[str, int]] = {}
     for record in records:
         for fact in record.facts:
             device = ", ".join(fact["hardware"]["gpus"]) or fact["hardware"]["cpu"]
             commit = fact["git_commit"] or "unknown"
-            commit = commit[:10] + (", with changes" if commit.endswith("+") else "")
+            commit = commit[:10] + (" with changes" if commit.endswith("+") else "")
             of = ", ".join(LABELS.get(method, method) for method in fact.get("methods", ["others"]))
-            rows.append([record.name, of, device, f"torch {fact['torch']}", commit, fact["data_sha256"][:12],
-                         f"{fact['num_parameters']:,}", str(fact["batch_rows"])])  # fmt: skip
-    heads = ["task", "methods", "device", "version", "commit", "data (SHA-256)", "parameters", "batch"]
+            row = (of, f"{device}, torch {fact['torch']}", fact.get("code_sha256", "unknown")[:10])
+            tasks = found.setdefault(row, {})
+            tasks[commit] = tasks.get(commit, 0) + 1
+    heads = ["methods", "machine", "code (SHA-256)", "commit (number of tasks)"]
+    rows = [[*row, ", ".join(f"{commit} ({num})" for commit, num in tasks.items())] for row, tasks in found.items()]
     return table(heads, rows)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from hdet_lab.bench.statistics import best_condition
 from hdet_lab.bench.suite import BY_NAME, CALIBRATIONS
 
-FACTS = ("hdet", "git_commit", "torch", "python", "numpy", "hardware", "data_sha256", "matmul_precision",
+FACTS = ("hdet", "git_commit", "code_sha256", "torch", "python", "numpy", "hardware", "data_sha256", "matmul_precision",
          "batch_rows", "num_parameters")  # fmt: skip
 Condition = tuple[str, float]
 """Schedule and learning rate."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 Condition = TypeVar("Condition")
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+NUM_DRAWS = 2000
+"""Of a bootstrap."""
 # 97.5% quantiles of Student's t by degrees of freedom.
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
       2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860)  # fmt: skip
@@ -35,6 +43,75 @@ def best_condition(losses: Mapping[Condition, Sequence[float]]) -> Condition:
 def excess(losses: Sequence[float], best: Sequence[float]) -> list[float]:
     """By which share each seed's loss is above the best condition's of the same seed."""
     return [mine / other - 1 if math.isfinite(mine) else math.inf for mine, other in zip(losses, best, strict=True)]
+
+
+def geometric_mean(shares: Sequence[float]) -> float:
+    """Of ratios, as shares above 1: -1 < share. Infinite where one is not finite."""
+    center = mean([math.log1p(share) for share in shares])
+    return math.expm1(center) if math.isfinite(center) else math.inf
+
+
+def bootstrap(
+    statistics: Sequence[Callable[[Indices], Floats]], num_seeds: Sequence[int], combine: Callable[[Floats], Floats]
+) -> tuple[float, float]:
+    """95% interval of a statistic over tasks: tasks are drawn with replacement, and seeds anew for each task drawn.
+
+    Args:
+        statistics: of each task, a function of seeds, shape (..., seeds), to one number for each draw, shape (...).
+        num_seeds: of each task.
+        combine: numbers of the tasks, shape (draws, tasks), to one for each draw.
+    """
+    num = len(statistics)
+    tasks = _draws(NUM_DRAWS * num, num, 0).reshape(NUM_DRAWS, num)
+    columns = [
+        statistic(_draws(NUM_DRAWS * num * seeds, seeds, 1 + place).reshape(NUM_DRAWS, num, seeds))
+        for place, (statistic, seeds) in enumerate(zip(statistics, num_seeds, strict=True))
+    ]
+    found = combine(np.take_along_axis(np.stack(columns), tasks[None], axis=0)[0])
+    return float(np.quantile(found, 0.025, method="lower")), float(np.quantile(found, 0.975, method="higher"))
+
+
+@functools.lru_cache(maxsize=256)
+def _draws(size: int, num: int, stream: int) -> Indices:
+    """Indices below ``num``. Raw words, because NumPy guarantees those across versions."""
+    return (np.random.PCG64(stream).random_raw(size) % num).astype(np.int64)
+
+
+def geometric_interval(tasks: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """95% bootstrap interval of the geometric mean over tasks; ``tasks`` has the shares of each, by seed."""
+    if not all(math.isfinite(share) for shares in tasks for share in shares):
+        return math.inf, math.inf
+
+    def of(shares: Sequence[float]) -> Callable[[Indices], Floats]:
+        logs = np.log1p(np.array(shares))
+        return lambda seeds: np.asarray(logs[seeds].mean(axis=-1))
+
+    low, high = bootstrap([of(shares) for shares in tasks], [len(s) for s in tasks], lambda found: found.mean(axis=1))
+    return math.expm1(low), math.expm1(high)
+
+
+def lower_median(values: Any) -> Any:
+    """Along the last axis; of an even number the lower of the two in the middle, so that infinite ones may be among."""
+    ranked = np.sort(np.asarray(values, dtype=np.float64), axis=-1)
+    return ranked[..., (ranked.shape[-1] - 1) // 2]
+
+
+def runs_interval(tasks: Sequence[tuple[Sequence[Sequence[float]], Sequence[float]]]) -> tuple[float, float]:
+    """95% bootstrap interval of the median over tasks of :func:`equivalent_runs`, whose arguments ``tasks`` has."""
+
+    def of(grids: Sequence[Sequence[float]], losses: Sequence[float]) -> Callable[[Indices], Floats]:
+        sizes = range(1, max(map(len, grids)) + 1)
+        expected = np.array([[expected_best(grid, size) for size in sizes] for grid in grids])
+        reached = np.array(losses, dtype=np.float64)
+
+        def statistic(seeds: Indices) -> Floats:
+            weights = (seeds[..., None] == np.arange(len(reached))).mean(axis=-2)  # of each seed in the draw
+            found = weights @ expected <= (weights @ reached)[..., None]
+            return np.where(found.any(axis=-1), found.argmax(axis=-1) + 1.0, math.inf)
+
+        return statistic
+
+    return bootstrap([of(*task) for task in tasks], [len(losses) for _, losses in tasks], lower_median)
 
 
 def expected_best(losses: Sequence[float], num: int) -> float:

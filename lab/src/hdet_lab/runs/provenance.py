@@ -1,4 +1,4 @@
-"""What a run depended on besides its configuration: versions, commit, hardware, data."""
+"""What a run depended on besides its configuration: versions, commit, code, hardware, data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import hdet
 import hdet_lab
 from hdet.notices import tell
+from hdet_lab.runs.code_hash import code_sha256
 from hdet_lab.tasks.base import Task
 from hdet_lab.tasks.digest import data_sha256
 
@@ -24,6 +25,7 @@ def describe(task: Task) -> dict[str, Any]:
     return {
         "hdet": hdet.__version__,
         "git_commit": git_commit(),
+        "code_sha256": code_sha256(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
