@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import Adapt, AutoLR, Ensemble, Faults, OneCycleAutoLR
 from hdet.ensemble.controllers import PaperController
+from hdet.ensemble.reference import Replica, Schedule, geometric, one_cycle, shuffled, train
 from hdet.policy.spread import permutation
-from hdet.reference_paper import Replica, Schedule, geometric, one_cycle, shuffled, train
 from job import launch
 from native import batch, net, replicated
 

@@ -36,7 +36,7 @@ ROOMS = (
     {"policy"},
     {"controllers"},
     {"launch", "notices", "frozen"},
-    {"checks", "reference", "reference_paper"},
+    {"checks", "reference"},
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 NUMBERS = ("policy", "controllers", "history", "checks")
@@ -85,6 +85,11 @@ def test_imports_go_one_way() -> None:
     assert upwards == []
     inner = [name for name in MODULES if _room(name) not in ("integrations", "__init__")]
     assert [name for name in inner if "hdet" in _imports(MODULES[name])] == [], "must not import what imports them"
+
+
+def test_files_to_read_import_nothing_of_the_package() -> None:
+    for name in ("reference", "ensemble.reference"):
+        assert not {module for module in _imports(MODULES[name]) if module.startswith("hdet")}
 
 
 def test_no_private_name_of_torch_is_imported() -> None:

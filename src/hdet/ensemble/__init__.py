@@ -22,6 +22,7 @@ to N - 1, spread :math:`\alpha`, the all-reduced gradient g, and :math:`L_r` the
 - (3): :mod:`hdet.ensemble.averaging`, and what may follow it, DiLoCo's and EASGD's steps: :mod:`hdet.ensemble.outer`.
 - (4) to (7): :mod:`hdet.ensemble.controllers.paper`. (8): :mod:`hdet.ensemble.one_cycle`.
 - (10): :func:`warm_noisy_init`.
+- Eq. 1 to 9 in one file to read, replicas as a list of models in one process: :mod:`hdet.ensemble.reference`.
 
 :class:`Explorer` does the same for any scalar (:mod:`hdet.ensemble.knobs`); :mod:`hdet.ensemble.generations` for what
 pays off late. ``AutoLR(..., ensemble=Ensemble(spread=0.1))`` lets replicas differ under AutoLR.
