@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet.replicas.group import Replicas
+from hdet.replicas.sharding import local_tensors
 
 BUCKET_BYTES = 24 * 2**20
 """Size of one bucket. Two are in use at a time, and they are all a converge allocates."""
@@ -144,6 +145,11 @@ def memory_view(tensor: Tensor) -> Tensor:
     for dim in expanded_dims(tensor):
         tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def memory_views(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's part of each, every element of memory once."""
+    return [memory_view(t) for t in local_tensors(tensors)]
 
 
 def expanded_dims(tensor: Tensor) -> list[int]:

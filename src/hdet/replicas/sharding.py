@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -117,3 +117,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """That of each."""
+    return [local_tensor(t) for t in tensors]

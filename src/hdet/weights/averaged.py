@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hdet.checks import BoolArray
-from hdet.replicas.average import Buffers, is_healthy, mean_, memory_view
+from hdet.replicas.average import Buffers, is_healthy, mean_, memory_view, memory_views
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import buffers_beside, shape_digest, trained_parameters
-from hdet.replicas.sharding import is_dtensor, local_tensor
+from hdet.replicas.sharding import is_dtensor
 
 
 class Weights:
@@ -90,21 +90,24 @@ class Weights:
 
     def local(self) -> dict[int, Tensor]:
         """This rank's part of what is averaged, every element of memory once, by :meth:`key`."""
-        return {self.key(t): memory_view(local_tensor(t)) for t in self.averaged()}
+        return self._by_key(self.averaged())
+
+    def _by_key(self, tensors: list[Tensor]) -> dict[int, Tensor]:
+        return {self.key(t): view for t, view in zip(tensors, memory_views(tensors), strict=True)}
 
     def key(self, tensor: Tensor) -> int:
         """The number of a parameter or buffer: the same one at any time."""
         return self._keys.setdefault(id(tensor), (tensor, len(self._keys)))[1]
 
     def kept(self) -> dict[int, Tensor]:
-        """What a round that is undone changes here: :meth:`local`, and buffers of a model that nobody has named.
+        """What a round that is undone changes here: :meth:`local`, and buffers where ``model=`` was not passed.
 
         A model that has broken leaves infinities in the statistics of its BatchNorms, which training cannot undo.
         """
-        return self.local() | {self.key(b): memory_view(local_tensor(b)) for b in self.unnamed()}
+        return self.local() | self._by_key(self.unnamed())
 
     def unnamed(self) -> list[Tensor]:
-        """Buffers of a model that nobody has named."""
+        """Buffers of the model, where ``model=`` was not passed."""
         if self.model is None and self._unnamed is None:
             self._unnamed = buffers_beside(self.anchored())
         return self._unnamed or []
