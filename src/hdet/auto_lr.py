@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
-from hdet.checks import as_int, require, whole_of
+from hdet.checks import as_int, require, require_one_of, whole_of
 from hdet.found import Found
 from hdet.notices import tell
 from hdet.options import Adapt, Copies, Faults
@@ -42,6 +42,11 @@ from hdet.schedule import (
 )
 from hdet.scheduler import STATE_VERSION, Scheduler, cannot_load, check_version, refuse_second
 from hdet.signals.held_out import Probe
+from hdet.signals.loss import Loss
+
+
+def _unchanged(step: int) -> float:
+    return 1.0
 
 
 class AutoLR(Scheduler, LRScheduler):
@@ -81,6 +86,9 @@ class AutoLR(Scheduler, LRScheduler):
         copies: where copies of the weights live.
         faults: what is done about broken rounds and replicas.
         process_group: the ranks that train this model; default all of them.
+        act: False to only watch: losses and gradients are read, and decided on, and :attr:`history` says what would
+            have been done, but weights, gradients and learning rates stay those of the schedule, or of the optimizer
+            where there is none, to the last bit. Decisions then do not see what they would have led to.
         ensemble: an :class:`hdet.ensemble.Ensemble`, for replicas that differ in their learning rates, in knobs or in
             their gradients. Default: they hold the same weights.
 
@@ -114,10 +122,14 @@ class AutoLR(Scheduler, LRScheduler):
         copies: Copies = Copies(),
         faults: Faults = Faults(),
         process_group: dist.ProcessGroup | None = None,
+        act: bool = True,
         ensemble: HasMembers | None = None,
     ) -> None:
         if ensemble is not None and not hasattr(ensemble, "members"):
             raise TypeError(f"ensemble must be an hdet.ensemble.Ensemble, but got {type(ensemble).__name__}")
+        if isinstance(schedule, Optimizer) and act is False:
+            require_total_steps(total_steps)
+            schedule = LambdaLR(schedule, _unchanged)
         lr_given = not isinstance(schedule, Optimizer)
         with ExitStack() as undone:  # where something is refused, the optimizer is left as it was
             first_lr = None
@@ -142,7 +154,7 @@ class AutoLR(Scheduler, LRScheduler):
                 optimizer=optimizer, model=model,
                 interval=interval_for(signal, total_steps) if interval is None else interval, total_steps=total_steps,
                 probe=probe, adapt=adapt, copies=copies, faults=faults, process_group=process_group,
-                weight_decay=weight_decay, members=members,
+                weight_decay=weight_decay, act=act, members=members,
             )  # fmt: skip
             refuse_second(optimizer)
             members.bind(plan)
@@ -192,7 +204,8 @@ class AutoLR(Scheduler, LRScheduler):
 
     def _look_closer(self, step: int) -> None:
         schedule = self._schedule
-        if step > schedule.total_steps and (schedule.cooling is not None or not self._lr_given):
+        shortened = self._run.policy.evaluations.turned_at is not None  # and it was said when training may end
+        if step > schedule.total_steps and (schedule.cooling is not None or not self._lr_given) and not shortened:
             self._checks.past_end(step, schedule.total_steps)
         super()._look_closer(step)
         if isinstance(self.schedule, OneCycleLR) and step > self.schedule.total_steps:
@@ -219,6 +232,37 @@ class AutoLR(Scheduler, LRScheduler):
             self._schedule.cool(steps, ended=self._run.finished)
             self._hold()
             self._refresh()
+
+    def freeze(self) -> None:
+        """Hold the scale from the end of this round on: the learning rate follows its schedule alone.
+
+        On all ranks, whichever calls it, and in states that are saved from then on. A warm-up is completed. Broken
+        rounds are still undone, and their scale halved, unless ``faults`` say otherwise.
+        """
+        self._run.asked_to_freeze = True
+
+    def evaluated(self, loss: Loss, *, mode: Literal["min", "max"] = "min") -> None:
+        """A validation loss, whenever there is one: the final decay begins early where these have turned.
+
+        They have turned when the last quarter of them, two at least, is above the best stretch as long, by more than
+        twice its standard error. The learning rates then decay to zero within 0.3 times the steps so far, and a line in
+        the log says when training may end. Values that never were below the first one, as those of a metric for which
+        higher is better, turn nothing.
+
+        Args:
+            loss: on validation data; a number, or a tensor with one element. On any rank, or on several: their mean
+                counts. It is taken in when the round ends.
+            mode: ``"max"`` for a metric that should rise.
+        """
+        require_one_of("mode", mode, "min", "max")
+        with self._run.lock:
+            self._run.evaluation.observe(loss if mode == "min" else -loss)
+
+    def _after_round(self) -> None:
+        """Begin the final decay where validation losses have turned."""
+        if self._run.decay_steps and self._schedule.cooling is None:
+            self._schedule.cool(self._run.decay_steps, ended=False)
+            self._hold()
 
     def _hold(self) -> None:
         """The scale holds still from the start of a cooldown on, if one has begun."""

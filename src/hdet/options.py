@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -172,11 +173,13 @@ class Faults(Options):
             noise.
         skip_nonfinite: take the gradient out of a step when any of it is not finite, on the device and without
             waiting for it. One pass over the gradients in every step.
+        freeze_file: a path that is looked for when a round ends: once it exists on any rank, the scale holds still from
+            there on, as by :meth:`AutoLR.freeze`. ``touch`` it to stop AutoLR, but not the training.
 
     Example:
         >>> from hdet import Faults
         >>> Faults(quarantine=20)
-        Faults(rollback=None, max_rollbacks=20, strict_rollbacks=False, quarantine=20, skip_nonfinite=False)
+        Faults(rollback=None, max_rollbacks=20, strict_rollbacks=False, quarantine=20, skip_nonfinite=False, freeze_file=None)
     """
 
     rollback: bool | None = None
@@ -184,6 +187,7 @@ class Faults(Options):
     strict_rollbacks: bool = False
     quarantine: float | None = None
     skip_nonfinite: bool = False
+    freeze_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         require(self.rollback is None or is_flag(self.rollback), "rollback", "None, True or False", self.rollback)
@@ -192,6 +196,11 @@ class Faults(Options):
         fine = self.quarantine is None or number(self.quarantine) > 1
         require(fine, "quarantine", "None or a finite number > 1", self.quarantine)
         require(is_flag(self.skip_nonfinite), "skip_nonfinite", "True or False", self.skip_nonfinite)
+        fine = self.freeze_file is None or isinstance(self.freeze_file, (str, os.PathLike))
+        require(fine, "freeze_file", "None or a path", self.freeze_file)
+
+    def facts(self) -> dict[str, str]:
+        return {name: fact for name, fact in super().facts().items() if name != "freeze_file"}
 
 
 def _is_device(value: Any) -> bool:

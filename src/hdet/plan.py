@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.checks import as_int, number, require
+from hdet.checks import as_int, is_flag, number, require
 from hdet.controllers import Controller, EvidenceController, LevelController
 from hdet.controllers.groups import GroupController
 from hdet.options import Adapt, AnchorChoice, Copies, Faults, Groups
@@ -143,6 +143,7 @@ class Plan:
     faults: Faults
     process_group: dist.ProcessGroup | None
     weight_decay: WeightDecayChoice | None = None
+    act: bool = True
     members: Members = field(default_factory=Alike)
 
     def __post_init__(self) -> None:
@@ -153,6 +154,10 @@ class Plan:
             _require_type("process_group", self.process_group, dist.ProcessGroup, "a torch.distributed.ProcessGroup")
         require(as_int(self.interval) >= 1, "interval", "an integer >= 1", self.interval)
         require_total_steps(self.total_steps)
+        require(is_flag(self.act), "act", "True or False", self.act)
+        if not self.act and (self.weight_decay is not None or not isinstance(self.members, Alike)):
+            which = "weight_decay=" if self.weight_decay is not None else "ensemble="
+            raise ValueError(f"{which} must be left out with act=False, which changes nothing of the training")
         if self.probe is not None and not callable(self.probe):
             raise TypeError(f"probe must be a function that returns a loss, but got {type(self.probe).__name__}")
         if self.model is None and (self.probe is not None or self.members.gradients == "local"):
@@ -171,7 +176,7 @@ class Plan:
 
     def facts(self) -> dict[str, str]:
         """What all ranks must agree on."""
-        own = {name: str(getattr(self, name)) for name in ("interval", "total_steps", "weight_decay")}
+        own = {name: str(getattr(self, name)) for name in ("interval", "total_steps", "weight_decay", "act")}
         facts = own | {"probe": str(self.probe is not None)} | self.members.facts()
         return facts | {
             n: fact for group in (self.adapt, self.copies, self.faults) for n, fact in group.facts().items()
@@ -284,12 +289,14 @@ class Plan:
             anchored=kept is not None,
             anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
             repairable=replicas.holds_all_parameters,
+            acts=self.act,
         )
         on_line = kept is not None and spread > 0
         replication = members.replication(self, weights, steering, anchor=kept, on_line=on_line, step=step)
         lrs = LearningRates(
-            optimizer, steering, index=replication.index, knob_of_group=knob_of_group, one_scale=together
-        )
+            optimizer, steering, index=replication.index, knob_of_group=knob_of_group, one_scale=together,
+            acts=self.act,
+        )  # fmt: skip
         replication.write_knobs()
         return Run(
             optimizer,
@@ -298,10 +305,11 @@ class Plan:
             signals,
             lrs,
             anchor=kept,
-            undo=self._make_undo(weights) if undoes else None,
+            undo=self._make_undo(weights) if undoes and self.act else None,
             slow_share=members.slow_share,
             step=step,
-            skip_nonfinite=faults.skip_nonfinite,
+            skip_nonfinite=faults.skip_nonfinite and self.act,
+            freeze_file=faults.freeze_file,
         )
 
     def _make_signals(

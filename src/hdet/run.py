@@ -9,6 +9,7 @@ does to the weights what follows from it (Eq. 3 and 11). The loop only orders: i
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 import warnings
@@ -58,6 +59,9 @@ class Run:
         slow_share: of a round, above which a converge is slow.
         step: optimizer steps already taken.
         skip_nonfinite: take gradients that are not finite out of a step.
+        freeze_file: once it exists, the scale holds still.
+
+    The policy's ``acts`` says whether any of this touches weights, gradients and learning rates.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Run:
         slow_share: float,
         step: int,
         skip_nonfinite: bool = False,
+        freeze_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self.lock = threading.RLock()
         """Held by whatever changes the state, so that another thread may save it in the meantime."""
@@ -93,7 +98,15 @@ class Run:
         self.counts_updates = self.active and self.replicas.group is not None
         self.losses = RoundLosses(self.replicas, updates_alike=replication.shared_gradients)
         self.history = History()
+        self.acts = policy.acts
+        self.freeze_file = freeze_file
+        self.asked_to_freeze = False
+        """On this rank, since the last round ended."""
+        self.evaluation = LossMeter()
+        """Validation losses that this rank was given since."""
         self._clock = Clock(slow_share if self.replicas.count > 1 else math.inf)  # nobody to wait for
+        self.decay_steps = 0
+        """Of a final decay that begins before its time, with the round that ended last; 0 for none."""
         self.upcoming = step + 1
         """The step that the next optimizer step is part of."""
 
@@ -188,13 +201,14 @@ class Run:
 
     # -- the end of a round -------------------------------------------------------------------------------------
 
-    def end_round(self, step: int, scheduled: Sequence[float | Tensor], *, last: bool) -> bool:
+    def end_round(self, step: int, scheduled: Sequence[float | Tensor], *, last: bool, left: float = math.inf) -> bool:
         """After the optimizer step that ends a round; False where there is no round to end.
 
         Args:
             step: optimizer steps taken so far.
             scheduled: what the schedule alone gave each param group in that step.
             last: whether training ends here, so that the round ends too, full or not.
+            left: steps of the run that are left.
         """
         self.replication.refuse_inside("step()")
         if not self.active or not self.policy.is_due(step, last=last):
@@ -207,9 +221,11 @@ class Run:
             reports = self._meet(step, acting=self.policy.is_acting(step))
             reading = merged([signal.drain() for signal in self.signals])
             schedule = np.array([float(value) for value in self.lrs.of_all(scheduled)])
-            verdict = self.policy.end_round(self._seen(step, reports, reading, schedule, last=last))
+            verdict = self.policy.end_round(self._seen(step, reports, reading, schedule, last=last, left=left))
             distance, averaged = 0.0, "none"
-            if verdict.go_back:
+            if not self.acts:
+                pass
+            elif verdict.go_back:
                 assert self.undo is not None
                 self.undo.restore()
                 self.replication.restart(step, last=last)
@@ -243,12 +259,17 @@ class Run:
                 num_updates=tuple(int(n) for n in reports.num_updates) if self.counts_updates else (),
                 resumed_from=self.history.resumed_from,
                 held_out=reading.probed,
+                evaluation=reports.evaluation,
             )
             self.losses.reset()
+            self.evaluation.reset()
+            self.asked_to_freeze, self.decay_steps = False, verdict.decay_steps
             self.history.write(record)
         return True
 
-    def _seen(self, step: int, reports: Reports, reading: Reading, schedule: FloatArray, *, last: bool) -> Seen:
+    def _seen(
+        self, step: int, reports: Reports, reading: Reading, schedule: FloatArray, *, last: bool, left: float
+    ) -> Seen:
         """What the round has shown, as numbers."""
         scheduled = float(schedule[0]) if len(schedule) else math.nan
         rates = dict(zip(reversed(self.lrs.knob_of_group), reversed(schedule * self.lrs.base_factors), strict=True))
@@ -256,7 +277,7 @@ class Run:
             step=step,
             losses=reports.losses,
             finite=reports.finite,
-            rate=scheduled * self.lrs.base_factors[0] if len(schedule) else math.nan,
+            rate=scheduled * (self.lrs.base_factors[0] if self.acts else 1.0) if len(schedule) else math.nan,
             scheduled=scheduled,
             sizes=reading.sizes,
             losses_given=bool(reports.weights.any()),
@@ -264,6 +285,9 @@ class Run:
             trained=reading.trained,
             slopes=reading.slopes,
             total_slope=reading.total_slope,
+            frozen=reports.frozen,
+            evaluation=reports.evaluation,
+            left=left,
             last=last,
             rates=np.array([rates[knob] for knob in sorted(rates)]),
         )
@@ -277,10 +301,23 @@ class Run:
             signal.measure(self.replication.training_at_base())
         self.weights.refuse_join(step)
         total, weight = self.losses.meter.drain()
+        if self.freeze_file is not None and not self.policy.frozen:
+            self.asked_to_freeze = self.asked_to_freeze or os.path.exists(self.freeze_file)
         shapes, finite, state = self.replication.digest(), self.weights.is_healthy(), self.policy.digest()
         reports = exchange(
             self.replicas,
-            Report(step, total, weight, finite, shapes, state, self.losses.num_updates, asked),
+            Report(
+                step,
+                total,
+                weight,
+                finite,
+                shapes,
+                state,
+                self.losses.num_updates,
+                asked,
+                self.asked_to_freeze,
+                *self.evaluation.drain(),
+            ),  # fmt: skip
             losses_required=acting and any(signal.needs_losses for signal in self.signals),
             updates_alike=self.losses.updates_alike,
             num_steps=self.policy.num_steps(step),
@@ -350,6 +387,7 @@ class Run:
             "anchor_stride": 1 if self.anchor is None else self.anchor.stride,
             **self.history.state_dict(),
             "losses": self.losses.state_dict(),
+            "evaluation": list(self.evaluation.drain()),
             "num_ranks": self.replicas.count,
             "signals": {s.name: s.state_dict() | self.replication.own_state(s) for s in self.signals},
             "joined": list(self.lrs.joined),
@@ -369,6 +407,7 @@ class Run:
         anchor = self._read_anchor(state)
         signals = self._read_signals(state["signals"])
         joined = joined_of(state)
+        evaluation = numbers_of(state.get("evaluation", [0.0, 0.0]), "evaluation", 2, finite=False)
         self.replication.check_state(state)
         history = History.from_state(state)
         self.policy.load_state_dict(state)  # checks everything before it changes anything
@@ -388,6 +427,7 @@ class Run:
         self.history.go_on_from(history, None if alike else num_ranks)
         self.lrs.set_joined(joined)
         self.losses.load(losses)
+        self.evaluation.reset(*evaluation.tolist())
         for signal in self.signals:
             signal.forget()
             if signal.name in signals:  # what a replica had alone is of another one where their number has changed
@@ -479,12 +519,21 @@ class LearningRates:
         index: of this replica.
         knob_of_group: which of the steering's learning rates each param group has.
         one_scale: whether param groups that join later have the first of them, or new ones.
+        acts: whether scales and multipliers are applied.
     """
 
     def __init__(
-        self, optimizer: Optimizer, steering: Steering, *, index: int, knob_of_group: list[int], one_scale: bool
+        self,
+        optimizer: Optimizer,
+        steering: Steering,
+        *,
+        index: int,
+        knob_of_group: list[int],
+        one_scale: bool,
+        acts: bool = True,
     ) -> None:
         self.optimizer = optimizer
+        self.acts = acts
         self.steering = steering
         self.index = index
         self.knob_of_group = knob_of_group
@@ -498,6 +547,8 @@ class LearningRates:
     def update(self) -> None:
         """The steering has moved."""
         by_knob = (self.steering.effective * self.steering.multipliers[:, self.index]).tolist()
+        if not self.acts:
+            by_knob = [1.0] * len(by_knob)
         self.factors: list[float] = [by_knob[knob] for knob in self.knob_of_group]
         """What the schedule's value of each param group is multiplied by."""
 

@@ -82,8 +82,12 @@ class Scheduler:
                 for signal in run.observers:
                     signal.observe(loss, 1.0)
             last = step == schedule.total_steps
-            ended = (last or run.is_due(step)) and run.end_round(step, schedule.lrs, last=last)
+            ended = (last or run.is_due(step)) and run.end_round(
+                step, schedule.lrs, last=last, left=schedule.total_steps - step
+            )
             moved = schedule.advance(run.lrs)
+            if ended:
+                self._after_round()
             run.upcoming = step + 1
             if run.policy.level is not None and run.policy.follow(step):
                 run.lrs.update()
@@ -91,6 +95,9 @@ class Scheduler:
                 self._write_lrs(schedule.lrs)
             elif ended:
                 self._refresh()
+
+    def _after_round(self) -> None:
+        """A round has ended, and the schedule has advanced."""
 
     def _look_closer(self, step: int) -> None:
         """Take up param groups that have joined; raise where something else has moved schedule or learning rate."""

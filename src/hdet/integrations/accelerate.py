@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
+from hdet.auto_lr import AutoLR
 from hdet.history import RoundRecord
 from hdet.integrations.common import Make, RecordSink, Setup, missing
 from hdet.scheduler import Scheduler
@@ -82,6 +83,12 @@ class HDETScheduler:
             self.scheduler.observe(loss)
         if self._accelerator.sync_gradients and not self._accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
+
+    def evaluated(self, loss: Loss, *, mode: Literal["min", "max"] = "min") -> None:
+        """A validation loss, on any rank or all; see :meth:`hdet.AutoLR.evaluated`."""
+        if not isinstance(self.scheduler, AutoLR):
+            raise TypeError(f"evaluated() needs AutoLR, but the scheduler is {type(self.scheduler).__name__}")
+        self.scheduler.evaluated(loss, mode=mode)
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:
         """``accelerator.save_state`` with the mean weights in place. A collective."""

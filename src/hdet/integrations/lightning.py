@@ -7,22 +7,23 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from hdet.auto_lr import AutoLR
+from hdet.checks import require_one_of
 from hdet.integrations.common import Make, RecordSink, Setup, missing, run_converged, steps_beside
 from hdet.scheduler import Scheduler
 
 try:
     # Both names of the package have a Callback of their own; the Trainer is that of the one already in use.
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-        from pytorch_lightning.callbacks import Callback
+        from pytorch_lightning.callbacks import Callback, EarlyStopping, ModelCheckpoint
         from pytorch_lightning.utilities.types import LRSchedulerConfig
     else:
-        from lightning.pytorch.callbacks import Callback
+        from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
         from lightning.pytorch.utilities.types import LRSchedulerConfig
 except ImportError as error:
     raise missing("lightning", "lightning") from error
@@ -44,6 +45,8 @@ class HDETCallback(Callback):
             Explorer, which is stepped after the schedule. ``trainer.strategy.model`` is the wrapped module by then.
         log: whether to show and log learning rate, scale and z at the end of a round.
         sinks: each gets the record of every round.
+        monitor, mode: the metric of validation that is handed to :meth:`AutoLR.evaluated`, and which way is better;
+            default those of the first EarlyStopping or ModelCheckpoint that has one.
         settings: arguments of AutoLR. ``total_steps`` comes from the Trainer, ``model`` is the wrapped module.
 
     Attributes:
@@ -51,11 +54,20 @@ class HDETCallback(Callback):
     """
 
     def __init__(
-        self, make: Make | None = None, *, log: bool = True, sinks: Sequence[RecordSink] = (), **settings: Any
+        self,
+        make: Make | None = None,
+        *,
+        log: bool = True,
+        sinks: Sequence[RecordSink] = (),
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        **settings: Any,
     ) -> None:
+        require_one_of("mode", mode, "min", "max")
         self.scheduler: Scheduler | None = None
         self._setup = Setup(make, sinks, settings)
         self._log = log
+        self._monitor = monitor, mode
         self._last_round = -1
         self._validation = ExitStack()
         self._interrupted = False
@@ -134,6 +146,14 @@ class HDETCallback(Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._validation.close()
+        if trainer.sanity_checking or trainer.state.fn != "fit" or not isinstance(self.scheduler, AutoLR):
+            return
+        monitor, mode = self._monitor
+        if monitor is None:
+            others = (c for c in trainer.callbacks if isinstance(c, (EarlyStopping, ModelCheckpoint)) and c.monitor)
+            monitor, mode = next(((c.monitor, c.mode) for c in others), (None, "min"))
+        if (value := trainer.callback_metrics.get(monitor)) is not None:
+            self.scheduler.evaluated(value.detach(), mode=mode)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._hdet.finish()

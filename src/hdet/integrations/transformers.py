@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hdet.auto_lr import AutoLR
 from hdet.integrations.common import Make, RecordSink, Setup, missing, refuse_twice, run_converged
 from hdet.scheduler import Scheduler
 
@@ -22,6 +23,8 @@ _NEEDED = ("create_scheduler", "training_step", "_maybe_log_save_evaluate", "log
 
 class HDETTrainerCallback(TrainerCallback):
     """Puts AutoLR around the Trainer's schedule, and the mean weights into evaluations and checkpoints.
+
+    Evaluations are handed to :meth:`AutoLR.evaluated`: ``metric_for_best_model``, or the loss.
 
     One optimizer step is one step, whatever ``gradient_accumulation_steps`` is. The loss is the one ``training_step``
     returns, and is not read before a round ends. The scheduler's state is the checkpoint's ``scheduler.pt``.
@@ -88,6 +91,14 @@ class HDETTrainerCallback(TrainerCallback):
                 f"{name} must be there when the Trainer is made, but was added later, when it cannot replace the "
                 f"schedule; write Trainer(..., callbacks=[{name}()]), or {name}.attach(trainer) before train()"
             )
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        # The Trainer's own rule for the name and for which way is better; without a choice it is the loss.
+        name = args.metric_for_best_model or "loss"
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if isinstance(self.scheduler, AutoLR) and metrics and name in metrics:
+            higher = args.greater_is_better if args.metric_for_best_model else False
+            self.scheduler.evaluated(float(metrics[name]), mode="max" if higher else "min")
 
     def _wrap_schedule(self, trainer: Any) -> None:
         create = trainer.create_scheduler

@@ -60,6 +60,8 @@ class Evaluations:
     def from_state(cls, state: Mapping[str, Any]) -> Evaluations:
         """A new one out of a state; ValueError or KeyError where it cannot be."""
         found = cls()
+        if not state:  # of a version that had none
+            return found
         found.steps = [whole_of(step, "steps") for step in state["steps"]]
         found.losses = numbers_of(state["losses"], "losses", len(found.steps), low=-LARGEST, high=LARGEST).tolist()
         if state["turned_at"] is not None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hdet.checks import BoolArray, FloatArray, flag_of, number, numbers_of, shown, whole_of
+from hdet.checks import BoolArray, FloatArray, flag_of, mapping_of, number, numbers_of, shown, whole_of
+from hdet.policy.evaluations import DECAY_SHARE, Evaluations
 from hdet.policy.level import NUM_FIRST, Level, Sizes
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
@@ -50,6 +51,9 @@ class Seen:
         trained: mean training loss of each replica late in the round, where they are compared by another.
         slopes: of the loss over each learning rate's logarithm, and their standard errors, where they are measured.
         total_slope: the same of all learning rates at once.
+        frozen: whether the scale is to hold still from here on.
+        evaluation: a validation loss; NaN where there is none since the last round.
+        left: steps of the run after this one.
         last: whether training ends here.
     """
 
@@ -64,6 +68,9 @@ class Seen:
     trained: FloatArray | None = None
     slopes: tuple[FloatArray, FloatArray] | None = None
     total_slope: tuple[float, float] | None = None
+    frozen: bool = False
+    evaluation: float = math.nan
+    left: float = math.inf
     last: bool = False
     rates: FloatArray | None = None
 
@@ -88,6 +95,7 @@ class Verdict:
         events: what was done to the run, in plain English.
         messages: what the user should be told now.
         keep: whether to keep a copy of the weights, to go back to.
+        decay_steps: of a final decay that begins here because validation losses have turned; 0 for none.
     """
 
     index: int
@@ -107,6 +115,7 @@ class Verdict:
     events: tuple[str, ...]
     messages: tuple[str, ...]
     keep: bool
+    decay_steps: int = 0
 
     @property
     def healthy(self) -> BoolArray:
@@ -127,6 +136,7 @@ class RoundPolicy:
         anchored: whether effects are measured from an anchor.
         anchor_rounds: renew the anchor every so many rounds; None for never.
         repairable: whether a replica that is left out can be given the others' weights; another shard's cannot.
+        acts: whether anything is done about what is decided. If not, nothing is undone, and nothing raises.
     """
 
     def __init__(
@@ -141,8 +151,13 @@ class RoundPolicy:
         anchored: bool = False,
         anchor_rounds: int | None = None,
         repairable: bool = True,
+        acts: bool = True,
     ) -> None:
         self.steering = steering
+        self.acts = acts
+        self.frozen = False
+        """Whether the scale holds still for good."""
+        self.evaluations = Evaluations()
         self.interval = interval
         self.acting = acting
         self.rollback = rollback
@@ -176,7 +191,7 @@ class RoundPolicy:
         steering = self.steering
         has_controller = steering.controller is not None or steering.panel.controller is not None
         in_time = self.acting[0] < step <= self.acting[1]
-        return has_controller and in_time and not self._held and not self.searching
+        return has_controller and in_time and not self._held and not self.searching and not self.frozen
 
     @property
     def _held(self) -> bool:
@@ -187,6 +202,7 @@ class RoundPolicy:
     def end_round(self, seen: Seen) -> Verdict:
         """The verdict on the round that ends; the next one begins. Raises where training cannot go on."""
         steering, held, searching = self.steering, self._held, self.searching
+        frozen = self._freeze(seen)
         acting, num_steps = self.is_acting(seen.step), self.num_steps(seen.step)
         given = np.where(np.abs(seen.losses) <= LARGEST_LOSS, seen.losses, np.nan)
         quarantined = self._exploded(np.where(seen.finite, given, np.nan))
@@ -200,11 +216,21 @@ class RoundPolicy:
         fallen = False
         messages: tuple[str, ...] = ()
         was_done = self.level is None or self.level.done
-        events = self._find_level(seen)
+        events = frozen + self._find_level(seen)
+        decay_steps = self._decay_steps(seen)
+        if decay_steps:
+            begins = "begins" if self.acts else "would begin"
+            events += (
+                f"validation has not improved since step {self.evaluations.best_step}: the final decay {begins} here, "
+                f"and training may end at step {seen.step + decay_steps}",
+            )
         if not was_done and self.level is not None and self.level.done and not self.first_losses:
             messages = (NO_LOSS,)
         go_back = self._is_broken(seen, losses, healthy, searching=searching)
-        if go_back:
+        if go_back and not self.acts:
+            go_back, events = False, (*events, "this round would have been undone")
+            steering.cut(CUT)
+        elif go_back:
             assert self.rollback is not None
             before = steering.scales
             if not searching:  # what breaks at a negligible rate says nothing of the rates
@@ -251,7 +277,21 @@ class RoundPolicy:
             events=events,
             messages=messages,
             keep=not searching and self.rollback is not None and not self.rollback.doubtful,
+            decay_steps=decay_steps if self.acts else 0,
         )
+
+    def _freeze(self, seen: Seen) -> tuple[str, ...]:
+        if self.frozen or not seen.frozen:
+            return ()
+        self.frozen = True
+        return ("the scale is frozen from here on",)
+
+    def _decay_steps(self, seen: Seen) -> int:
+        """Take in a validation loss; how long a final decay should be that begins now, before its time."""
+        turned = not math.isnan(seen.evaluation) and self.evaluations.add(seen.step, seen.evaluation)
+        steps = max(math.ceil(DECAY_SHARE * seen.step), 1)
+        early = seen.step <= self.acting[1] and steps < seen.left
+        return steps if turned and early and not (seen.last or self.frozen or self.searching) else 0
 
     def _phase(self, step: int, *, acting: bool) -> str:
         if self.level is not None and not self.level.done:
@@ -318,12 +358,23 @@ class RoundPolicy:
     def _is_broken(self, seen: Seen, losses: FloatArray, healthy: BoolArray, *, searching: bool) -> bool:
         if searching and self._has_mean(healthy):
             return False  # nothing has moved
+        if not self.acts:
+            return self._would_be_broken(seen, losses, healthy)
         if self.rollback is None:
             self.require_mean(healthy, seen.step)
             return False
         return self.rollback.is_broken(
             losses, weights_fine=self._has_mean(healthy), losses_given=seen.losses_given, step=seen.step
         )
+
+    def _would_be_broken(self, seen: Seen, losses: FloatArray, healthy: BoolArray) -> bool:
+        if self.rollback is None:
+            return False
+        try:
+            fine = self._has_mean(healthy)
+            return self.rollback.is_broken(losses, weights_fine=fine, losses_given=seen.losses_given, step=seen.step)
+        except BrokenError:
+            return True
 
     def _exploded(self, losses: FloatArray) -> BoolArray:
         if self.quarantine is None:
@@ -338,6 +389,7 @@ class RoundPolicy:
             self.steering.level,
             self.steering.round_index,
             self.acting[1],
+            self.frozen,
             *self.steering.scales.tolist(),
         ]
         return zlib.crc32(struct.pack(f"{len(numbers)}d", *numbers))
@@ -365,6 +417,8 @@ class RoundPolicy:
             "scheduled": self._scheduled,
             "searching": self.searching,
             "searched": self.searched,
+            "frozen": self.frozen,
+            "evaluations": self.evaluations.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -385,7 +439,10 @@ class RoundPolicy:
                 f"first_losses must be at most {NUM_FIRST} and scheduled a finite number, but got {len(first)} and "
                 f"{shown(state['scheduled'])}"
             )
+        frozen = flag_of(state.get("frozen", False), "frozen")  # older states have neither
+        evaluations = Evaluations.from_state(mapping_of(state.get("evaluations", {}), "evaluations"))
         self.steering.load_state_dict(state)  # checks everything before it changes anything
+        self.frozen, self.evaluations = frozen, evaluations
         self.quarantine_state = quarantine_state
         if self.rollback is not None:
             self.rollback.load_state_dict(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ class Report(NamedTuple):
         shapes, state: digests of what it would average, and of where its scheduler stands.
         num_updates: calls of its optimizer in this round; 0 where nobody counts.
         asked: whether it was called for, by converge(), converged() or finish(), instead of ending a round.
+        frozen: whether it was told to hold its scale.
+        evaluation, num_evaluations: sum of the validation losses that it was given since, and how many.
     """
 
     step: int
@@ -30,6 +33,9 @@ class Report(NamedTuple):
     state: int
     num_updates: int = 0
     asked: bool = False
+    frozen: bool = False
+    evaluation: float = 0.0
+    num_evaluations: float = 0.0
 
 
 class Reports(NamedTuple):
@@ -39,6 +45,8 @@ class Reports(NamedTuple):
         totals, weights, losses: weighted sum of the losses, the weights' sum, and their quotient, NaN without any.
         finite: whose weights are finite.
         num_updates: calls of the optimizer.
+        frozen: whether any was told to hold its scale.
+        evaluation: the mean of the validation losses that any was given; NaN without.
     """
 
     totals: FloatArray
@@ -46,6 +54,8 @@ class Reports(NamedTuple):
     losses: FloatArray
     finite: BoolArray
     num_updates: FloatArray
+    frozen: bool
+    evaluation: float
 
 
 def exchange(
@@ -110,4 +120,7 @@ def exchange(
         )
     with np.errstate(invalid="ignore", divide="ignore"):
         losses = totals / weights
-    return Reports(totals, weights, losses, found["finite"].min(axis=1) > 0, num_updates)
+    num_evaluations = float(found["num_evaluations"].sum())
+    evaluation = float(found["evaluation"].sum()) / num_evaluations if num_evaluations else math.nan
+    frozen, finite = bool(found["frozen"].any()), found["finite"].min(axis=1) > 0
+    return Reports(totals, weights, losses, finite, num_updates, frozen, evaluation)
