@@ -178,8 +178,8 @@ class Faults(Options):
 
     Example:
         >>> from hdet import Faults
-        >>> Faults(quarantine=20)
-        Faults(rollback=None, max_rollbacks=20, strict_rollbacks=False, quarantine=20, skip_nonfinite=False, freeze_file=None)
+        >>> Faults(quarantine=20, freeze_file="freeze").max_rollbacks
+        20
     """
 
     rollback: bool | None = None

@@ -304,20 +304,10 @@ class Run:
         if self.freeze_file is not None and not self.policy.frozen:
             self.asked_to_freeze = self.asked_to_freeze or os.path.exists(self.freeze_file)
         shapes, finite, state = self.replication.digest(), self.weights.is_healthy(), self.policy.digest()
+        updates, told = self.losses.num_updates, (self.asked_to_freeze, *self.evaluation.drain())
         reports = exchange(
             self.replicas,
-            Report(
-                step,
-                total,
-                weight,
-                finite,
-                shapes,
-                state,
-                self.losses.num_updates,
-                asked,
-                self.asked_to_freeze,
-                *self.evaluation.drain(),
-            ),  # fmt: skip
+            Report(step, total, weight, finite, shapes, state, updates, asked, *told),
             losses_required=acting and any(signal.needs_losses for signal in self.signals),
             updates_alike=self.losses.updates_alike,
             num_steps=self.policy.num_steps(step),

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 
+import job
 from hdet import AutoLR, Faults
 from hdet.ensemble import Ensemble
 
@@ -264,3 +266,31 @@ def test_it_is_said_of_a_run_that_is_watched() -> None:
     loop.train(_evaluated(auto, _overfits))
     assert set(loop.lrs) == {3e-3}
     assert any("the final decay would begin here" in event for record in auto.history for event in record.events)
+
+
+# -- several ranks --------------------------------------------------------------------------------------------------
+
+
+def _told_on_one_rank(what: str) -> tuple[list[float], list[str]]:
+    loop = Loop()
+    model = nn.parallel.DistributedDataParallel(loop.model)
+    loop.model, rank = model, dist.get_rank()  # type: ignore[assignment]
+    auto = AutoLR(loop.optimizer, total_steps=STEPS)
+
+    def step(loss: Tensor) -> None:
+        auto.step(loss)
+        if rank == 0 and what == "evaluated" and auto.last_epoch % 10 == 0:
+            auto.evaluated(_overfits(auto.last_epoch))
+        if rank == 1 and what == "freeze" and auto.last_epoch == 62:
+            auto.freeze()
+
+    loop.train(step, 105)
+    return loop.lrs, [event for record in auto.history for event in record.events]
+
+
+@pytest.mark.parametrize(("what", "said"), [("evaluated", "validation"), ("freeze", "frozen")])
+def test_ranks_are_told_of_what_one_knows(what: str, said: str) -> None:
+    (first, events), (second, others) = job.launch(_told_on_one_rank, 2, what)
+    assert first == second
+    assert events == others
+    assert sum(said in event for event in events) == 1

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hdet.checks import flag_of, mapping_of, number, shown, whole_of
 
 SHARE = 0.02
-"""delta of Eq. 16: the size of an update, relative to that of the weights."""
+"""delta of Eq. 16. Updates that all have one size change the weights by a third of it, 0.67%, at the level."""
 SHORT_RUN, MOST = 200, 2.0
 """Steps of a run below which each has to do more, by the square root; and at most so many times more."""
 SETTLED = 2.0
