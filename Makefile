@@ -1,11 +1,13 @@
-# Two commands: `make demo` and `make test`. Each first sets up what it needs in .venv.
+# `make demo` and `make test`, and `make test-all` for the tests that take long. Each first sets up what it needs in .venv.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 # Python compiles a module when it is first imported; compiling all of torch would take the demo longer than the download.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test browser lint types format bench soak matrix docs clean
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo test test-all quick browser lint types format bench soak matrix docs clean
 
 .venv/.demo: pyproject.toml lab/pyproject.toml
 	@echo "Setting up .venv: torch and the packages of the demo, about a minute."
@@ -21,11 +23,17 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 demo: .venv/.demo
 	$(BIN)/hdet demo
 
+# Lint and types beside the tests. What is marked slow is left to `make test-all`, which has the rest.
+test: .venv/.ready
+	@$(MAKE) --no-print-directory -j 3 lint types quick
+
+test-all: .venv/.ready browser
+	$(PYTEST) -m slow
+
 # In the order of the folders: files with few tests, which xdist would leave for the end, are among the longest.
-# Hundreds of processes import the package and its tests, which are compiled once, whatever the environment says.
-test: export PYTHONDONTWRITEBYTECODE :=
-test: lint types browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Many processes import the package and its tests, which are compiled once, whatever the environment says.
+quick: .venv/.ready
+	$(PYTEST) -m "not slow"
 
 # A test opens a report in a real browser, and is skipped where there is none.
 browser:

@@ -34,7 +34,7 @@ settings.load_profile("hdet")
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what imports have made out of garbage collections, and of searches for a model: see ``hdet.frozen``."""
     files = {item.path.stem for item in session.items}
-    if files & FRAMEWORKS:
+    if FRAMEWORKS & {item.path.stem for item in session.items if item.get_closest_marker("slow")}:
         preload("transformers.trainer", "lightning.pytorch")  # where they are installed
         server()
         forkserver.ensure_running()  # it imports while the first tests run, which do not wait for it

@@ -145,6 +145,7 @@ def test_a_spread_without_a_controller_keeps_its_schedule() -> None:
     assert np.abs(np.subtract(spread.train_loss, anchored.train_loss)).max() > 1e-6
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_configuration_of_every_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

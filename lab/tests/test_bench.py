@@ -94,6 +94,7 @@ def test_a_grid_grows_only_where_its_best_is_at_an_edge() -> None:
     assert extension(range(-8, -2), half_decade(-5)) == []
 
 
+@pytest.mark.slow
 def test_the_grid_brackets_its_best(finished: Path) -> None:
     records = json.loads((finished / "code-gpt" / "grid.json").read_text())["runs"]
     lrs = sorted({record["lr"] for record in records})
@@ -103,6 +104,7 @@ def test_the_grid_brackets_its_best(finished: Path) -> None:
     assert {record["lr"] for record in records if record["in_first_grid"]} == {half_decade(i) for i in range(-8, -2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in ("grid", "adamw-grid", "nadamw-grid", "adamw")])
 def test_every_method_has_a_finite_loss_for_every_seed(method: str) -> None:
     records = run_method(make_bench(), method)
@@ -110,6 +112,7 @@ def test_every_method_has_a_finite_loss_for_every_seed(method: str) -> None:
     assert all(math.isfinite(record["loss"]) for record in records)
 
 
+@pytest.mark.slow
 def test_methods_that_search_inside_the_run_pay_for_it() -> None:
     for method in ("finder", "halving"):
         for record in run_method(make_bench(), method):
@@ -151,6 +154,7 @@ def test_autolr_of_the_benchmark_is_that_of_a_plain_loop(start: float) -> None:
     assert record["loss"] == pytest.approx(SMALL.evaluate(model)["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tabular", "fashion", "fashion-diffusion", "feed", "shakespeare-gpt", "lstm", "wave"])
 def test_autolr_with_a_probe_never_trains_on_what_it_probes(name: str, tmp_path: Path) -> None:
     task = SMALL_TASKS[name](tmp_path)
@@ -188,6 +192,7 @@ def test_autolr_with_a_probe_says_what_it_found() -> None:
     assert "autolr-held-out" not in NOTHING_SET  # it has held-out data, which others do not ask for
 
 
+@pytest.mark.slow
 def test_parts_of_a_sweep_change_nothing() -> None:
     entry, seeds = BY_NAME["quadratic"], tuple(range(5))
     whole, parts = (run_method(make_bench(entry=replace(entry, stacked=n), seeds=seeds), "autolr") for n in (100, 2))
@@ -196,6 +201,7 @@ def test_parts_of_a_sweep_change_nothing() -> None:
         assert [step for step, _ in one["curve"]] == [step for step, _ in other["curve"]]
 
 
+@pytest.mark.slow
 def test_a_sweep_that_does_not_fit_into_memory_goes_on_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
@@ -272,6 +278,7 @@ def test_a_task_without_data_is_skipped_and_said_once(tmp_path: Path) -> None:
     assert problems[0].startswith("feed is skipped: ")
 
 
+@pytest.mark.slow
 def test_a_method_that_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = run_method
 
@@ -436,6 +443,7 @@ def test_the_command_runs_and_makes_pages(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "docs" / "results.md").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_workers_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "POLL_S", 0.1)
@@ -459,6 +467,7 @@ def test_mistakes_are_said_in_one_line(arguments: list[str], message: str) -> No
         command.main(arguments)
 
 
+@pytest.mark.slow
 def test_seeds_are_added_to_what_is_there(tmp_path: Path) -> None:
     def run(out: Path, seeds: tuple[int, ...]) -> dict[str, Any]:
         runner = Runner(out, [Entry("tabular", "B", STEPS, task="quadratic")], ("grid", "dog"), seeds)

@@ -181,6 +181,7 @@ def slow_population(task: TextTask, seed: int, num_workers: int, interval: int, 
     return {"lrs": history, "train_loss": means, "best": best, "validation": task.evaluate(models[best])}
 
 
+@pytest.mark.slow
 def test_a_population_is_that_of_single_models() -> None:
     options: dict[str, Any] = {"interval": 4, "num_steps": 18}
     found = train_populations(make_task(), [0, 3], num_workers=4, lr_range=(1e-3, 1e-1), dtype=torch.float64, **options)
@@ -331,6 +332,7 @@ def test_random_search_picks_the_best() -> None:
         assert record.loss == pytest.approx(alone.validation["loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_stubs")
 def test_the_command_runs_every_method(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -401,6 +403,7 @@ def test_methods_are_measured_against_the_best_fixed_run_of_the_same_seed() -> N
     assert compare_report.excesses(RECORDS[6:]) == {}
 
 
+@pytest.mark.slow
 def test_tables_and_chart_say_what_broke() -> None:
     runs = compare_report.run_table(RECORDS, [0.1, 1.0, 10.0])
     assert runs.heads == ["method", "seed", "no start", "0.1", "1", "10"]

@@ -42,7 +42,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the command ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_local_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(mp.active_children())
     assert (
         cli.main(
             ["doctor", "--method", "loss", "--replicas", "2", "--interval", "50", "--max-share", "1", "--json", *SMALL]
@@ -59,7 +61,7 @@ def test_two_local_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(measured["share_by_interval"]) == ["10", "50", "100", "1000"]
     assert measured["share"] == measured["share_by_interval"]["50"]
     assert measured["share"] == pytest.approx(measured["end_s"] / (50 * report["step_s"] + measured["end_s"]))
-    assert mp.active_children() == []
+    assert set(mp.active_children()) <= before
 
 
 @pytest.mark.parametrize("method", ["paper", "loss"])
@@ -88,6 +90,7 @@ def test_a_cost_above_the_limit_is_a_problem(capsys: pytest.CaptureFixture[str])
     assert re.search(r"HDET takes .*% of the time at T = 1, more than --max-share 0.00%", report["problems"][0])
 
 
+@pytest.mark.slow
 def test_ranks_with_other_arguments_are_named_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "wrapper.py"
     script.write_text(
@@ -165,6 +168,7 @@ def _reports(names: list[str]) -> dict[str, Any]:
     return {name: examine(_question(model=f"{__name__}:{name}")) for name in names}
 
 
+@pytest.mark.slow
 def test_what_is_seen_in_a_model() -> None:
     names = ["_make_on_rank_0_only", "_make_as_wide_as_the_rank", "_make_zero", "_make_fully_sharded"]
     names += ["_make_with_everything", "_make_apart"]
@@ -205,11 +209,12 @@ def test_a_rank_that_fails_alone_ends_all(tmp_path: Path, capsys: pytest.Capture
         "        model(torch.ones(1, 2)).sum().backward()\n"
         "    return model, torch.optim.SGD(model.parameters(), lr=0.1), step\n"
     )
+    before = set(mp.active_children())
     # If anybody waited for that timeout, so would this test.
     arguments = ["--replicas", "2", "--model", "lonely:make", "--json", "--timeout-s", "1000"]
     assert cli.main(["doctor", *arguments]) == 1
     assert "rank 1 failed: KeyError: 'no batch'" in json.loads(capsys.readouterr().out)["problems"]
-    assert mp.active_children() == []
+    assert set(mp.active_children()) <= before
 
 
 # -- models, without processes --------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from hdet_lab.reports.page import Table, page
 from hdet_lab.runs import folder as run_folder
 from run_folders import entries, facts, write
 
+pytestmark = pytest.mark.slow
+
 TAGS = (
     *('"><script>alert(1)</script>', "<img src=x onerror=alert(1)>", "' onload='alert(1)", "</title><script>", "<!--"),
     *("</style><script>", "]]>", "{{ 7*7 }}", "{% include 'x' %}", 'x" id="loss', "&lt;b&gt;", "javascript:alert(1)"),

@@ -25,6 +25,8 @@ from hdet_lab.runs import folder as run_folder
 from hdet_lab.runs.settings import from_dict
 from run_folders import NUM_STEPS, entries, facts, write
 
+pytestmark = pytest.mark.slow
+
 WRONG: list[Any] = [
     *(None, True, "", "text", 0, -1, 2.5, 1e308, 10**30, 10**400, float("nan"), float("inf")),
     *([], {}, [[]], [None], ["text"], {"a": None}, {"a": {}}, {"z": [[1]]}),

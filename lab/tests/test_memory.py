@@ -12,6 +12,8 @@ import torch
 
 from hdet.launch import launch
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 46
 
 

@@ -61,6 +61,7 @@ def page_of(path: Path, out: Path, capfd: pytest.CaptureFixture[str]) -> str:
     return (out / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_json_lines_are_read_back_as_they_were(log: Path) -> None:
     [run] = own.read(log)
     expected = run_of([record(index) for index in range(NUM_ROUNDS)], NAMES, name="log.jsonl")
@@ -68,6 +69,7 @@ def test_json_lines_are_read_back_as_they_were(log: Path) -> None:
     assert run.groups == NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bytes_missing", [1, 2, 40, 300])
 def test_a_file_that_is_being_written_is_read(bytes_missing: int, log: Path) -> None:
     log.write_bytes(log.read_bytes()[:-bytes_missing])
@@ -94,6 +96,7 @@ def test_a_report_about_a_file(log: Path, tmp_path: Path, capfd: pytest.CaptureF
     }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_tensorboard_events_tell_the_same(log: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     board = tmp_path / "board"
@@ -115,6 +118,7 @@ def test_tensorboard_events_tell_the_same(log: Path, tmp_path: Path, capfd: pyte
     assert "86 times the 0.002 it was given" in page_of(file, tmp_path / "again", capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_events_that_are_cut_or_of_something_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from torch.utils.tensorboard import SummaryWriter
@@ -140,6 +144,7 @@ def _err(capfd: pytest.CaptureFixture[str]) -> str:
     return err
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_one_and_a_new_one_another(tmp_path: Path) -> None:
     sink = JsonLinesSink(tmp_path / "log.jsonl")
     write(sink, range(6))
@@ -152,6 +157,7 @@ def test_a_resumed_run_is_one_and_a_new_one_another(tmp_path: Path) -> None:
     assert [first.name, second.name] == ["log.jsonl, run 1", "log.jsonl, run 2"]
 
 
+@pytest.mark.slow
 def test_a_folder_of_runs_is_one_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(JsonLinesSink(tmp_path / "a" / "auto.jsonl"))
     write(JsonLinesSink(tmp_path / "b" / "deep" / "plain.jsonl"), lift=1.0)
@@ -165,6 +171,7 @@ def test_a_folder_of_runs_is_one_page(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert page_of(tmp_path, tmp_path / "out", capfd).count("<td>auto.jsonl</td>") == 1
 
 
+@pytest.mark.slow
 def test_records_that_start_late_say_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(JsonLinesSink(tmp_path / "log.jsonl"), range(5, 9))
     html = page_of(tmp_path / "log.jsonl", tmp_path / "out", capfd)
@@ -173,6 +180,7 @@ def test_records_that_start_late_say_so(tmp_path: Path, capfd: pytest.CaptureFix
     assert "What happened" not in html
 
 
+@pytest.mark.slow
 def test_param_groups_and_replicas_may_change_on_the_way(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sink = JsonLinesSink(tmp_path / "log.jsonl")
     sink(replace(record(0), losses=(1.0,), values=((1e-3,),), base_values=(1e-3,)), NAMES[:1])
@@ -181,6 +189,7 @@ def test_param_groups_and_replicas_may_change_on_the_way(tmp_path: Path, capfd: 
     assert "body, head/last" in html
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -200,6 +209,7 @@ def test_lines_that_cannot_be_used_are_named(change: dict[str, Any], text: str, 
         own.read(path)
 
 
+@pytest.mark.slow
 def test_files_of_something_else_are_refused_on_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.jsonl"
     for content in (b"\xff\xfe\n", b"[]\n", b"\x1b[2J\n{}\n", b"[" * 100_000 + b"\n", b"null\n"):
@@ -215,6 +225,7 @@ def test_files_of_something_else_are_refused_on_one_line(tmp_path: Path, capfd: 
     assert _err(capfd)
 
 
+@pytest.mark.slow
 def test_whatever_the_names_are_they_are_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     hostile = '"><script>alert(1)</script>$\\frac{'
     sink = JsonLinesSink(tmp_path / "<img src=x>.jsonl")
@@ -230,6 +241,7 @@ def test_whatever_the_names_are_they_are_text(tmp_path: Path, capfd: pytest.Capt
     assert html.count("&lt;script&gt;") >= 3
 
 
+@pytest.mark.slow
 def test_a_page_of_the_labs_own_metrics(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = [{"event": "round", "time_s": 1.0, **as_json(record(index).as_dict())} for index in range(3)]
     path = tmp_path / "metrics.jsonl"
@@ -238,6 +250,7 @@ def test_a_page_of_the_labs_own_metrics(tmp_path: Path, capfd: pytest.CaptureFix
     shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_chart_of_a_long_run_has_a_point_for_what_happened() -> None:
     few = [as_json(record(0).as_dict()) for _ in range(5000)]
     long = Run("long", [entry | {"index": i, "step": i + 1} for i, entry in enumerate(few)], NAMES)

@@ -23,6 +23,8 @@ from hdet_lab.stacked.sweep import sweep
 from hdet_lab.tasks import Batch
 from hdet_lab.tasks.base import random_rows
 
+pytestmark = pytest.mark.slow
+
 FACTORS, WORSE = {"gradient": 50.0, "loss": 5.0}, 200.0
 SEEDS = range(10)
 GRID = np.geomspace(0.1, 3.4, 16).tolist()  # a step is a factor of 1.26; momentum .9 is unstable beyond 3.8

@@ -123,6 +123,7 @@ def test_charts_take_their_colours_from_the_page(report: Path) -> None:
         assert not re.search(r"#[0-9a-f]{6}\b", svg)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", "gradient", ends=False)
     assert cli.main(["report", str(tmp_path / "run")]) == 0
@@ -131,6 +132,7 @@ def test_a_run_that_goes_on_has_a_report(tmp_path: Path, capsys: pytest.CaptureF
     assert "<td>unfinished</td>" in (tmp_path / "run-report" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_report_says_what_was_found_against_what(runs: Path, tmp_path: Path) -> None:
     html = write_report([runs / "fixed-0", runs / "loss-0"], tmp_path).read_text()
     [headline] = re.findall("<h1>(.*?)</h1>", html)
@@ -147,6 +149,7 @@ def test_a_report_says_what_was_found_against_what(runs: Path, tmp_path: Path) -
     assert "<td></td>" not in html
 
 
+@pytest.mark.slow
 def test_runs_with_the_same_seed_are_told_apart(tmp_path: Path) -> None:
     for name in ("monday", "tuesday"):
         write_run(tmp_path / name, "fixed", 0)
@@ -191,6 +194,7 @@ def browse(html: str, folder: Path, *, width: int) -> tuple[dict[str, str], str]
     return dict(re.findall(r'data-([a-z]+)="([^"]*)"', opening)), said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_in_a_browser(width: int, report: Path, tmp_path: Path) -> None:
@@ -200,6 +204,7 @@ def test_in_a_browser(width: int, report: Path, tmp_path: Path) -> None:
     assert found == {"overflow": "0", "charts": "4", "rows": "6", "ink": "rgb(26, 26, 27)"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")
 def test_the_browser_refuses_scripts_in_the_page(report: Path, tmp_path: Path) -> None:
     html = report.read_text().replace(
@@ -211,6 +216,7 @@ def test_the_browser_refuses_scripts_in_the_page(report: Path, tmp_path: Path) -
     assert "ran" not in found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium here; apt-get install chromium")
 def test_the_browser_would_tell(tmp_path: Path) -> None:
     html = "<body><svg><text>x</text></svg><p style='width:999px'>x<script>nope()</script></body>"

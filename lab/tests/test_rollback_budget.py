@@ -56,6 +56,7 @@ class _Small:
             self.scheduler.step(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:max_rollbacks=4 are spent")
 def test_a_memorised_batch_is_trained_to_the_end() -> None:
     """Near zero loss nothing but a break tells the controller that the learning rate is too high: it breaks often."""

@@ -167,6 +167,7 @@ def swept(num_replicas: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_replicas", "name"), [(n, name) for n, runs in RUNS.items() for name in runs])
 def test_a_swept_run_is_the_one_on_real_processes(num_replicas: int, name: str) -> None:
     mine, theirs = swept(num_replicas)[name], real(num_replicas)[name]

@@ -78,7 +78,7 @@ def test_conforms(task: Task) -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_replicas", [1, 4])
 def test_replicas_share_one_global_batch(task: Task, num_replicas: int) -> None:
     rows = task.rows(2, seed=5)
     parts = split_rows(rows, num_replicas)

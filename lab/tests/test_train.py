@@ -98,6 +98,7 @@ def test_tensorboard_reads_the_events(whole: dict[str, Path]) -> None:
     assert [event.step for event in events.Scalars("loss/replica1")] == ROUNDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_interrupted_and_resumed_it_ends_the_same(
     method: str, whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -145,6 +146,7 @@ def explored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {method: folder / method for method in ("gradient", "paper")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gradient", "paper"])
 def test_knobs_are_explored_and_recorded(
     method: str, explored: dict[str, Path], capfd: pytest.CaptureFixture[str]
@@ -170,12 +172,14 @@ def test_knobs_are_explored_and_recorded(
     assert "weight_decay" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_knobs_are_in_the_report(explored: dict[str, Path], tmp_path: Path) -> None:
     page = write_report([explored["gradient"]], tmp_path).read_text()
     assert 'aria-label="weight_decay"' in page
     assert {"knob-1.png", "knob-2.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.slow
 def test_knobs_are_resumed(explored: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     with interrupted(folder, num_rounds=1):
@@ -188,6 +192,7 @@ def test_knobs_are_resumed(explored: dict[str, Path], tmp_path: Path, capfd: pyt
         assert [entry[key] for entry in resumed.rounds] == [entry[key] for entry in reference.rounds]
 
 
+@pytest.mark.slow
 def test_runs_that_differ_in_their_knobs_are_different_configurations(tmp_path: Path) -> None:
     arguments = ["train", "quadratic", "--lr", "1e-3", "--steps", "12", "--interval", "6", "--replicas", "2", "--out"]
     assert cli.main([*arguments, str(tmp_path / "none")]) == 0
@@ -295,6 +300,7 @@ def test_ctrl_c_in_a_terminal_reaches_every_process(tmp_path: Path) -> None:
     assert run_folder.load_checkpoint(folder)["step"] == run_folder.read(folder).rounds[-1]["step"]
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_trains_in_that_process_group(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     done = torchrun("hdet_lab", *SMALL, "--method", "gradient", "--json", "--out", str(folder))

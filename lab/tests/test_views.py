@@ -38,6 +38,7 @@ def _report_of_the_papers(folder: str) -> None:
     report(train(make("OneCycleAutoLR")), Path(folder, "out.html"))
 
 
+@pytest.mark.slow
 def test_report_of_the_papers_class(tmp_path: Path) -> None:
     launch(_report_of_the_papers, 2, str(tmp_path), timeout_s=100)
     _check_page((tmp_path / "out.html").read_text(), "OneCycleAutoLR")
@@ -60,6 +61,7 @@ def test_a_report_says_which_learning_rate_was_found(tmp_path: Path) -> None:
     assert re.search(r"(times|1/[\d.]+ of) the 0\.0\d+ it was given", headline)
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_says_where_it_stands(tmp_path: Path) -> None:
     scheduler = train(make("AutoLR"), 21)
     html = report(scheduler, tmp_path / "out.html").read_text()
@@ -74,6 +76,7 @@ def test_before_the_first_round_there_is_nothing_to_show(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_history_that_was_cut_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = make("AutoLR")
     monkeypatch.setattr(
@@ -89,6 +92,7 @@ def _report_on_ranks(folder: str) -> bool:
     return report(explorer, f"{folder}/{dist.get_rank()}.html").exists()
 
 
+@pytest.mark.slow
 def test_an_explorer_shows_its_knobs_and_one_rank_writes(tmp_path: Path) -> None:
     assert launch(_report_on_ranks, 2, str(tmp_path)) == [True, False]
     html = (tmp_path / "0.html").read_text()

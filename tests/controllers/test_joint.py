@@ -17,6 +17,8 @@ from hdet.controllers.base import pack_state, unpack_state
 from hdet.ensemble.controllers import JointController
 from hdet.policy.spread import assign
 from hdet.testing import check_controller
+from pairwise import pairwise
+from tiers import slow
 
 SPREAD = 0.1
 
@@ -95,10 +97,15 @@ def walk(controller: JointController, rounds: list[Evidence]) -> list[tuple[Fit,
     return found
 
 
-@pytest.mark.parametrize("num_knobs", [1, 2, 3])
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
-@pytest.mark.parametrize("smoothing", [0.8, 0.3, 0.0])
-@pytest.mark.parametrize("missing", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("num_knobs", "num_replicas", "smoothing", "missing"),
+    [
+        tuple(row.values())
+        for row in pairwise(
+            {"num_knobs": (1, 2, 3), "num_replicas": (2, 4, 8), "smoothing": (0.8, 0.3, 0.0), "missing": (0.0, 0.3)}
+        )
+    ],
+)
 def test_it_matches_the_oracle_in_every_round(
     num_knobs: int, num_replicas: int, smoothing: float, missing: float
 ) -> None:
@@ -153,6 +160,7 @@ def test_more_knobs_than_replicas_are_separated_over_the_rounds(num_knobs: int, 
     assert cosine > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_knobs", "num_replicas"), [(1, 2), (2, 2), (1, 4), (3, 4), (3, 8), (6, 4)])
 def test_knobs_without_an_effect_have_a_z_of_about_one(num_knobs: int, num_replicas: int) -> None:
     zs = [
@@ -196,7 +204,7 @@ def test_a_constant_added_to_a_rounds_losses_does_not_matter(k: int, n: int, con
         assert_allclose(one[2], other[2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"optimism": 0.75, "smoothing": 0.0, "gain": 3.0}])
+@pytest.mark.parametrize("options", [{}, slow({"optimism": 0.75, "smoothing": 0.0, "gain": 3.0})])
 def test_it_keeps_the_contract_of_a_controller(options: dict[str, float]) -> None:
     check_controller(lambda: JointController(**options))
 

@@ -244,6 +244,7 @@ class Run:
         return float(self.scales[-1])
 
 
+@pytest.mark.slow
 def test_noise_alone_never_raises_it() -> None:
     """It comes to rest at the least that a standstill leaves; lower where chance looks like a loss that rises."""
     runs = [Run(lambda step: 2.0, num_rounds=300, seed=seed, error=(0.005, 0.1)[seed % 2]) for seed in range(12)]

@@ -26,6 +26,7 @@ from job import launch
 from native import replicated
 from oracle import Array
 from oracle_anchor import AnchorScenario
+from tiers import slow
 
 FOUR = (0.05, 0.02, 0.08, 0.03)
 
@@ -279,10 +280,7 @@ def expected(name: str, num_replicas: int) -> oracle_anchor.AnchorTrajectory:
 
 def cases(named_cases: Iterable[tuple[int, str]]) -> pytest.MarkDecorator:
     """Two processes show what there is to show; that four and eight do the same is seldom news."""
-    marks = {False: (), True: (pytest.mark.slow,)}
-    return pytest.mark.parametrize(
-        ("num_replicas", "name"), [pytest.param(n, name, marks=marks[n > 2]) for n, name in named_cases]
-    )
+    return pytest.mark.parametrize(("num_replicas", "name"), [slow(n, name, when=n > 2) for n, name in named_cases])
 
 
 def close(actual: Any, desired: Any, what: str) -> None:
@@ -355,7 +353,7 @@ def test_from_the_last_round_with_the_papers_controller_it_is_onecycleautolr(num
         assert told[0][-1]["scales"] != (1.0,) * len(told[0][-1]["scales"])
 
 
-@pytest.mark.parametrize("num_replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_replicas", [2, slow(4)])
 def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
     for s in SCENARIOS:
         want = expected(s.name, num_replicas)

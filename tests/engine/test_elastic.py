@@ -19,6 +19,7 @@ from hdet.ensemble.outer import Elastic
 from hdet.replicas.find import find_replicas
 from hdet.replicas.group import Replicas
 from job import launch
+from tiers import slow
 
 LR, T, STEPS = 0.05, 4, 7 * 4 + 2
 
@@ -97,7 +98,10 @@ def _trained(pull: float, broken: int | None = None) -> tuple[list[list[float]],
     return run.trace, run.averaged, float(run.seen)
 
 
-@pytest.mark.parametrize(("num_replicas", "pull"), [(2, 0.9), (4, 0.9), (4, 0.3), (4, 1.0)])
+@pytest.mark.parametrize(
+    ("num_replicas", "pull"),
+    [(2, 0.9), (2, 1.0), *(slow(4, pull) for pull in (0.9, 0.3))],
+)
 def test_it_is_the_slow_version(num_replicas: int, pull: float) -> None:
     _, expected = _reference(num_replicas, pull)
     found = launch(_trained, num_replicas, pull)

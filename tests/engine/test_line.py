@@ -26,6 +26,7 @@ from hdet import Ensemble, OneCycleAutoLR
 from hdet.policy.spread import fan_out, multipliers
 from job import launch
 from native import replicated
+from tiers import slow
 
 Array = NDArray[np.float64]
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
@@ -235,7 +236,7 @@ def real_paths(seeds: list[int]) -> dict[tuple[str, int], Path]:
     return {(name, seed): real_path(name, seed) for name in REAL for seed in seeds}
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("num_replicas", [2, slow(4)])
 def test_real_replicas_lie_on_the_line_in_every_round(num_replicas: int) -> None:
     by_replica = launch(real_paths, num_replicas, [0, 1] if num_replicas == 2 else [2])
     for name, seed in by_replica[0]:

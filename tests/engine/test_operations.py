@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ConstantLR
 import hdet.run
 from hdet import Adapt, AutoLR, Averaging, Explorer, Faults, OneCycleAutoLR
 from hdet.testing import Fault, Injector, assert_same_weights, collect_weights
-from job import launch
+from job import alike, error, everyone, launch
 from options import grouped, with_ensemble
 
 T = 4
@@ -112,20 +112,6 @@ class _Run:
         return torch.cat([p.detach().reshape(-1).clone() for p in self.model.parameters()])
 
 
-def _everyone(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def _error(function: Any) -> str:
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
-
-
 # -- mending ------------------------------------------------------------------------------------------------------
 
 
@@ -136,7 +122,7 @@ def _repaired() -> dict[str, Any]:
     out: dict[str, Any] = {"faulty before": not bool(torch.isfinite(run.flat()).all())}
     run.advance(2 * T)
     state = [t for s in run.optimizer.state.values() for t in s.values()]
-    told = _everyone([t.tolist() for t in state])
+    told = everyone([t.tolist() for t in state])
     out["moments"] = all(bool(torch.isfinite(t).all()) for t in state)
     out["mean of the others' moments"] = all(
         np.allclose(b, (np.array(a) + np.array(c)) / 2, rtol=1e-6) for a, b, c in zip(*told, strict=True)
@@ -201,17 +187,17 @@ def _skipping() -> dict[str, Any]:
         out[f"{face}: training went on"] = not torch.equal(run.trace[T + 1], run.trace[T + 2])
         out[f"{face}: finite"] = all(bool(torch.isfinite(w).all()) for w in run.trace)
         out[f"{face}: nobody was unhealthy"] = all(r.unhealthy == () for r in run.scheduler.history)
-        assert_same_weights(_everyone(collect_weights(run.model)))
+        assert_same_weights(everyone(collect_weights(run.model)))
 
         # Weights that are NaN in mid-round make every gradient NaN until the converge mends them.
         faults = [Fault("nan_weights", 1, T + 1)]
         run = _Run(face, faults=faults, skip_nonfinite=True).advance()
         out[f"{face}: named"] = [r.unhealthy for r in run.scheduler.history][1] == (1,)
         out[f"{face}: repaired"] = all(bool(torch.isfinite(w).all()) for w in run.trace[2 * T :])
-        assert_same_weights(_everyone(collect_weights(run.model)))
+        assert_same_weights(everyone(collect_weights(run.model)))
 
     run = _Run("paper", faults=[Fault("nan_loss", 1, T + 2)])
-    out["text"] = _error(run.advance)
+    out["text"] = error(run.advance)
     plain, skipping = _Run("loss").advance(), _Run("loss", skip_nonfinite=True).advance()
     out["changes nothing while all is finite"] = torch.equal(plain.flat(), skipping.flat())
     return out
@@ -235,9 +221,8 @@ def _broken_on_one_rank() -> dict[str, Any]:
         out[f"{face}: training went on"] = not torch.equal(run.trace[T + 1], run.trace[T + 2])
         out[f"{face}: nobody was unhealthy"] = all(r.unhealthy == () for r in run.scheduler.history)
         if face == "gradient":
-            everyone = _everyone([w.tolist() for w in run.trace])
-            out["equal after every step"] = all(trace == everyone[0] for trace in everyone)
-        assert_same_weights(_everyone(collect_weights(run.model)))
+            out["equal after every step"] = alike([w.tolist() for w in run.trace])
+        assert_same_weights(everyone(collect_weights(run.model)))
 
     # Of a rank without any gradient in this step, too.
     weights = nn.Parameter(torch.ones(2))
@@ -311,7 +296,7 @@ def test_huge_gradients_are_finite() -> None:
 def _quarantined() -> dict[str, Any]:
     steps = 12 * T
     run = _Run("local", faults=[Fault("explode", 1, 8 * T + 1)], steps=steps, quarantine=20).advance(9 * T - 1)
-    rows = np.array(_everyone(run.flat().tolist()))
+    rows = np.array(everyone(run.flat().tolist()))
     run.advance()
     clean = _Run("local", steps=steps).advance()
     return {
@@ -338,7 +323,7 @@ def test_a_replica_whose_loss_explodes_is_left_out_and_restarted() -> None:
 def _corrupted() -> dict[str, Any]:
     run = _Run("gradient", faults=[Fault("explode", 1, 9 * T)], steps=12 * T, quarantine=20)
     run.advance(9 * T)
-    apart = _everyone(run.flat().tolist())
+    apart = everyone(run.flat().tolist())
     run.advance()
     return {
         "apart": apart[0] != apart[1],
@@ -366,7 +351,7 @@ def _unequal() -> dict[str, Any]:
             run.optimizer.step()
         run.scheduler.step(1.0)
         before = run.flat()
-        out[face] = _error(run.scheduler.converge)
+        out[face] = error(run.scheduler.converge)
         out[f"{face}: unchanged"] = torch.equal(run.flat(), before)
     run = _Run("paper")
     if run.rank == 0:
@@ -438,7 +423,7 @@ def test_on_one_process_there_is_nobody_to_wait_for(monkeypatch: pytest.MonkeyPa
 def _copies() -> str:
     model = _model()
     shards = [nn.Parameter(p.detach().flatten().clone()) for p in model.parameters()]
-    return _error(lambda: Explorer(model, torch.optim.SGD(shards, lr=0.1), interval=T, gradients="local"))
+    return error(lambda: Explorer(model, torch.optim.SGD(shards, lr=0.1), interval=T, gradients="local"))
 
 
 def test_an_optimizer_of_copies_is_refused() -> None:
@@ -453,7 +438,7 @@ def _disagreeing() -> str:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     averaging = Averaging(slow_share=0.1 * (1 + dist.get_rank()))
-    return _error(lambda: Explorer(model, optimizer, interval=T, gradients="local", averaging=averaging))
+    return error(lambda: Explorer(model, optimizer, interval=T, gradients="local", averaging=averaging))
 
 
 def test_ranks_must_agree() -> None:

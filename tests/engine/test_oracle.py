@@ -22,6 +22,7 @@ from hdet import Ensemble, OneCycleAutoLR, RoundRecord
 from job import launch
 from native import replicated
 from oracle import Array, Scenario
+from tiers import slow
 
 FOUR = (0.3, 0.1, 0.5, 0.2)
 FOUR_SMALL = (0.05, 0.02, 0.08, 0.03)
@@ -189,8 +190,7 @@ def scenarios_for(num_replicas: int) -> list[Scenario]:
 
 def cases(*counts: int) -> pytest.MarkDecorator:
     """Two replicas show what there is to show; that four and eight do the same is seldom news."""
-    marks = {False: (), True: (pytest.mark.slow,)}
-    found = [pytest.param(n, s.name, marks=marks[n > 2]) for n in counts for s in scenarios_for(n)]
+    found = [slow(n, s.name, when=n > 2) for n in counts for s in scenarios_for(n)]
     return pytest.mark.parametrize(("num_replicas", "name"), found)
 
 
@@ -289,7 +289,7 @@ def test_the_oracles_gradient_is_the_slope_of_its_loss() -> None:
             assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(slope[index], rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("num_replicas", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
+@pytest.mark.parametrize("num_replicas", [2, *(slow(n) for n in (4, 8))])
 def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
     for scenario in SCENARIOS:
         want = expected(scenario.name, num_replicas)

@@ -20,6 +20,7 @@ from hdet.testing import Fault, assert_same_weights
 from job import launch
 from native import FACES, INTERVAL, SPREAD, TOTAL_STEPS
 from production_script import make_runs, resume, save, train
+from tiers import slow
 from torchrun import torchrun
 
 SCRIPT = Path(__file__).parents[1] / "support" / "production_script.py"
@@ -93,6 +94,7 @@ def _preempted(folder: str, other_folder: str, step: int) -> Results:
     return [train(folder, preempt_at=step), *_in_turn(folder, other_folder)]
 
 
+@pytest.mark.slow
 def test_preempted_at_the_end_of_a_round_it_continues_as_the_uninterrupted_run(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("job", "undisturbed")]
     for folder in folders:
@@ -144,7 +146,7 @@ def _go_on(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), *(slow(a, b) for a, b in ((4, 2), (2, 3), (1, 2)))])
 def test_a_job_goes_on_with_another_number_of_replicas_and_says_so(tmp_path: Path, before: int, after: int) -> None:
     launch(_start, before, str(tmp_path))
     checkpoint = torch.load(tmp_path / "step-0006.pt", weights_only=True)
@@ -183,6 +185,7 @@ def _slow(folder: str, other_folder: str) -> Results:
     return [train(folder, [Fault("slow", 1, 2), Fault("slow", 1, 8)]), train(other_folder)]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_changes_nothing_but_the_time(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("slow", "steady")]
     for folder in folders:

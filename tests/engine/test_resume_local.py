@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from hdet import Averaging, Explorer
-from job import launch
-from native import INTERVAL, TOTAL_STEPS, Run, everyone, net
+from job import everyone, launch
+from native import INTERVAL, TOTAL_STEPS, Run, net
 
 
 def _run(optimizer_state: str) -> Run:
@@ -38,7 +38,7 @@ def _resumed(optimizer_state: str, whose: str) -> float:
     resumed.optimizer.load_state_dict(saved[1] if whose == "everyone's" else optimizer)
     resumed.scheduler.load_state_dict(scheduler)
     resumed.advance(TOTAL_STEPS)
-    return max(abs(a - b) for a, b in zip(whole.weights(), resumed.weights(), strict=True))
+    return float(max(abs(a - b) for a, b in zip(whole.weights(), resumed.weights(), strict=True)))
 
 
 @pytest.mark.parametrize(

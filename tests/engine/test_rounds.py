@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import hdet.launch
 from hdet import Ensemble, OneCycleAutoLR, RoundRecord
 from hdet.policy.spread import multipliers
 from hdet.replicas.group import Replicas
-from job import launch
+from job import error, everyone, launch
 
 SPREAD = 0.5
 MAX_LR = 0.1
@@ -45,27 +46,13 @@ def _train_step(optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.step()
 
 
-def _everyone(value: Any) -> list[Any]:
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, value)
-    return rows
-
-
 def _weights(parameters: list[nn.Parameter]) -> list[list[float]]:
     return [p.detach().flatten().tolist() for p in parameters]
 
 
 def _all_same(parameters: list[nn.Parameter]) -> bool:
-    rows = _everyone(_weights(parameters))
+    rows = everyone(_weights(parameters))
     return all(row == rows[0] for row in rows)
-
-
-def _error(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # -- when replicas converge ---------------------------------------------------------------------------------------
@@ -169,7 +156,7 @@ def _on_demand() -> dict[str, Any]:
         _train_step(optimizer, step)
         scheduler.step()
     own = _weights(parameters)
-    rows = np.array([np.concatenate(row) for row in _everyone(own)])
+    rows = np.array([np.concatenate(row) for row in everyone(own)])
     lr = optimizer.param_groups[0]["lr"]
 
     def inside(label: str) -> None:
@@ -192,8 +179,8 @@ def _on_demand() -> dict[str, Any]:
         with scheduler.converged():
             inside("raising block")
             raise KeyError("evaluation failed")
-    except KeyError as error:
-        message = str(error)
+    except KeyError as found:
+        message = str(found)
     out["the block's own exception"] = "evaluation failed" in message
     outside("raising block")
 
@@ -203,7 +190,7 @@ def _on_demand() -> dict[str, Any]:
         inside("after nested block")
         scheduler.converge()
         inside("after converge in block")
-        out["step in block"] = "step() must not be called inside" in _error(scheduler.step)
+        out["step in block"] = "step() must not be called inside" in error(scheduler.step)
         inside("after refused step")
     outside("nested block")
     out["refused step did not count"] = scheduler.last_epoch == 2
@@ -319,7 +306,7 @@ def _signal() -> dict[str, Any]:
         scheduler.step(None if rank == 1 else 1.0)
     _train_step(optimizer, 4)
     before = _weights(parameters)
-    out["missing"] = _error(scheduler.step if rank == 1 else lambda: scheduler.step(1.0))
+    out["missing"] = error(scheduler.step if rank == 1 else lambda: scheduler.step(1.0))
     out["missing: untouched"] = before == _weights(parameters)
 
     parameters = _parameters()
@@ -392,7 +379,7 @@ def _unhealthy() -> dict[str, Any]:
     for step in range(1, 9):
         _train_step(optimizer, step)
         if step == 4:
-            rows = _everyone(_weights(parameters))
+            rows = everyone(_weights(parameters))
             if rank == 1:
                 with torch.no_grad():
                     parameters[1][2, 0] = math.nan
@@ -411,7 +398,7 @@ def _unhealthy() -> dict[str, Any]:
         _train_step(optimizer, step)
         scheduler.step()
     _train_step(optimizer, 4)
-    out["all"] = _error(scheduler.step)
+    out["all"] = error(scheduler.step)
     return out
 
 
@@ -450,7 +437,7 @@ def _disagreeing() -> dict[str, str]:
     out = {}
 
     def construct(label: str, *, parameters: list[nn.Parameter] | None = None, **options: Any) -> None:
-        out[label] = _error(lambda: _scheduler(parameters or _parameters(), **options))
+        out[label] = error(lambda: _scheduler(parameters or _parameters(), **options))
 
     construct("nothing")
     construct("total_steps", total_steps=41 if odd else 40)
@@ -472,7 +459,7 @@ def _disagreeing() -> dict[str, str]:
         optimizer = torch.optim.SGD(split, lr=MAX_LR)
         OneCycleAutoLR(optimizer, MAX_LR, 40, ensemble_lr_spread_ratio=SPREAD, cycle_momentum=False)
 
-    out["number of groups"] = _error(groups)
+    out["number of groups"] = error(groups)
 
     dist.barrier()
     construct("spread", ensemble_lr_spread_ratio=0.0 if odd else SPREAD)
@@ -519,11 +506,11 @@ def test_a_spread_on_some_replicas_only_is_found_by_those_who_would_wait(disagre
 def _agreements() -> dict[str, list[str]]:
     rank = dist.get_rank()
     world = Replicas(dist.group.WORLD)
-    out = {"agreed": [_error(lambda: world.agree({"interval": 4})) for _ in range(200)]}
-    out["disagreed"] = [_error(lambda: world.agree({"interval": 5 if rank == 1 else 4})) for _ in range(20)]
+    out = {"agreed": [error(lambda: world.agree({"interval": 4})) for _ in range(200)]}
+    out["disagreed"] = [error(lambda: world.agree({"interval": 5 if rank == 1 else 4})) for _ in range(20)]
     dist.barrier()
     twin = Replicas(dist.new_group())  # the ranks of WORLD, in a group of its own
-    out["twin"] = [_error(lambda: twin.agree({"interval": 5 if rank == 1 else 4}))]
+    out["twin"] = [error(lambda: twin.agree({"interval": 5 if rank == 1 else 4}))]
     return out
 
 
@@ -559,7 +546,7 @@ def _different_steps() -> dict[str, Any]:
     if rank != 1:
         _train_step(optimizer, 4)
     before = _weights(parameters)
-    out["error"] = _error(scheduler.converge if rank == 1 else scheduler.step)
+    out["error"] = error(scheduler.converge if rank == 1 else scheduler.step)
     out["untouched"] = before == _weights(parameters)
 
     # The same number of steps, but another state: only one replica has loaded a checkpoint.
@@ -569,12 +556,12 @@ def _different_steps() -> dict[str, Any]:
         state = scheduler.state_dict()
         state["rounds"]["scales"] = [2.0, 2.0]
         scheduler.load_state_dict(state)
-    out["state"] = _error(scheduler.converge)
+    out["state"] = error(scheduler.converge)
 
     # A buffer that only one replica has.
     model = nn.BatchNorm1d(2, affine=False, track_running_stats=rank == 1)
     _, scheduler = _scheduler(_parameters(), model=model)
-    out["buffers"] = _error(scheduler.converge)
+    out["buffers"] = error(scheduler.converge)
     return out
 
 
@@ -598,11 +585,11 @@ def _leaves_early() -> str:
             _train_step(optimizer, step)
             scheduler.step()
 
-    return _error(train)
+    return error(train)
 
 
 def test_a_replica_that_exits_is_named_by_the_others_within_the_timeout() -> None:
-    results = launch(_leaves_early, 3, timeout_s=60.0)
+    results = hdet.launch.launch(_leaves_early, 3, timeout_s=60.0)  # ranks of the pool stay connected
     for rank in (0, 1):
         message = results[rank]
         assert message.startswith(f"RuntimeError: replica {rank} lost the others at the converge of step 4")
@@ -616,7 +603,7 @@ def _never_comes(store_timeout_s: float) -> str:
     store: Any = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=store_timeout_s))
     options: dict[str, Any] = {"ensemble_lr_spread_ratio": 1.5} if dist.get_rank() == 1 else {}
-    message = _error(lambda: _scheduler(_parameters(), **options))
+    message = error(lambda: _scheduler(_parameters(), **options))
     dist.barrier()
     return message
 

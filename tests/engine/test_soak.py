@@ -20,6 +20,7 @@ SHORT = (
 )
 
 
+@pytest.mark.slow
 def test_eight_scenarios() -> None:
     found = list(soak(draw(7, STORIES.index(story)) for story in SHORT))
     assert [f"{scenario}: {text}" for scenario, _, text in found if text] == []

@@ -91,12 +91,14 @@ def _all(folder: str) -> dict[str, Any]:
 results = task.on_two_processes(_all)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", PREPARE)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_one_optimizer_step_is_one_step(results: Results, how: str, accumulate: int) -> None:
     task.check_steps(results, f"{how}-{accumulate}", accumulate)
 
 
+@pytest.mark.slow
 def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> None:
     replicas, folder = results
     from safetensors.torch import load_file
@@ -106,6 +108,7 @@ def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> 
     torch.testing.assert_close(sorted(on_disk), sorted(replicas[0]["plain"]["mean"]))
 
 
+@pytest.mark.slow
 def test_a_bare_save_of_replicas_apart_is_refused(results: Results) -> None:
     for replica in results[0]:
         assert "must not be called while replicas are apart" in replica["saved"]["refused"]

@@ -17,8 +17,9 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import Adapt, AutoLR, OneCycleAutoLR
-from job import launch
-from native import MAX_LR, Run, alike, batch, loss_signal, net
+from job import alike, launch
+from native import MAX_LR, Run, batch, loss_signal, net
+from tiers import slow
 
 # Of torch's own, when a step is compiled for the first time.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -95,7 +96,7 @@ STEPS = [(name, "AutoLR") for name in OPTIMIZERS if name != "adam, tensor"]
 STEPS += [(name, face) for name in ("adam, foreach", "adam, tensor, capturable") for face in FACES if face != "AutoLR"]
 
 
-@pytest.mark.parametrize(("optimizer", "face"), STEPS)
+@pytest.mark.parametrize(("optimizer", "face"), [STEPS[0], *(slow(*step) for step in STEPS[1:])])
 def test_a_compiled_step_is_compiled_as_often_as_under_torchs_schedule_and_uses_the_new_lr(
     optimizer: str, face: str
 ) -> None:
@@ -110,6 +111,7 @@ def test_a_compiled_step_is_compiled_as_often_as_under_torchs_schedule_and_uses_
         assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [INDUCTOR])
 @pytest.mark.parametrize("face", ["AutoLR", "OneCycleAutoLR"])
 def test_a_step_compiled_to_machine_code_uses_the_new_lr(face: str, backend: str) -> None:
@@ -186,6 +188,7 @@ def _replicas() -> dict[str, Any]:
     return out
 
 
+@pytest.mark.slow
 def test_replicas_with_compiled_models_and_steps() -> None:
     for result in launch(_replicas, 2, timeout_s=80):
         compiled, plain, counts = result["loss"]
@@ -194,7 +197,7 @@ def test_replicas_with_compiled_models_and_steps() -> None:
         assert result["loss: alike"]
 
 
-@pytest.mark.parametrize("optimizer", ["adam, foreach", "adam, tensor", "sgd"])
+@pytest.mark.parametrize("optimizer", ["sgd", *(slow(o) for o in ("adam, foreach", "adam, tensor"))])
 def test_a_first_level_is_found_under_compiled_models_and_steps(optimizer: str) -> None:
     torch._dynamo.reset()
     found = []

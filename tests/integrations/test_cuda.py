@@ -20,7 +20,8 @@ import framework_task as task
 from hdet import Adapt, AutoLR, Copies, Ensemble, OneCycleAutoLR
 from hdet.launch import launch
 from hdet.weights.snapshot import Snapshot
-from native import MAX_LR, Run, alike, batch, everyone, gradient_signal, loss_signal, net, paper
+from job import alike, everyone
+from native import MAX_LR, Run, batch, gradient_signal, loss_signal, net, paper
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
 from hdet.launch import launch
-from native import FACES, TOTAL_STEPS, Run, alike, error, everyone, net
+from job import alike, error, everyone
+from native import FACES, TOTAL_STEPS, Run, net
 
 Found = list[dict[str, Any]]
 SAVED_AT = 6

@@ -15,8 +15,8 @@ from numpy.testing import assert_allclose
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from job import launch
-from native import FACES, INTERVAL, TOTAL_STEPS, Face, Run, alike, batch, error, everyone, nesterov, net, paper, weights
+from job import alike, error, everyone, launch, weights
+from native import FACES, INTERVAL, TOTAL_STEPS, Face, Run, batch, nesterov, net, paper
 
 Found = list[dict[str, Any]]
 FAN_OUTS = ("paper", "loss", "gradient")
@@ -254,6 +254,7 @@ def test_every_way_of_use_trains_as_gradients_averaged_by_hand(found: Found, way
         _check(result["ways"], way, name)
 
 
+@pytest.mark.slow
 def test_four_replicas_do_too() -> None:
     for result in launch(_ways, 4, ("loss",), timeout_s=80):
         for way in WAYS:

@@ -56,6 +56,7 @@ def test_the_lightning_block_runs() -> None:
     assert names["trainer"].global_step == 8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_of_so_many_minutes_finds_its_learning_rate_and_anneals() -> None:
     loader = torch.utils.data.DataLoader(Samples(1600), batch_size=16)
@@ -102,6 +103,7 @@ def test_the_accelerate_block_runs(tmp_path: Path) -> None:
     assert names["scheduler"].history[-1].step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_block_without_a_schedule_runs(tmp_path: Path) -> None:
     pl = pytest.importorskip("lightning.pytorch", reason="pip install 'hdet[lightning]'")
@@ -194,6 +196,7 @@ def test_the_block_on_unfreezing_runs() -> None:
     assert len(first["params"]) == len(joined["params"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_block_on_several_optimizers_runs() -> None:
     pl = pytest.importorskip("lightning.pytorch", reason="pip install 'hdet[lightning]'")

@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hdet import Adapt, AutoLR
 from job import launch
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, SAVED_AT = 60, 33
 
 

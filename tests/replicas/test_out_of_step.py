@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hdet.replicas.group
 from hdet.testing import Fault, Injector
-from job import launch
-from native import FACES, INTERVAL, TOTAL_STEPS, Run, batch, error, net, paper
+from job import error, launch
+from native import FACES, INTERVAL, TOTAL_STEPS, Run, batch, net, paper
 
 
 def _out_of_step(gradients: str, kind: str, name: str) -> dict[str, Any]:

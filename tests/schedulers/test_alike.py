@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR,
 
 from hdet import AutoLR, Ensemble, Explorer, OneCycleAutoLR
 from hdet.ensemble.knobs import LearningRate
-from job import launch
-from native import error
+from job import error, launch
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -191,6 +191,7 @@ def _meshes(folder: str) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.slow
 def test_shards_hold_their_part_of_the_same_entries(tmp_path: Path) -> None:
     """On every mesh the run is that of the whole model, and so is one that goes on upon another mesh."""
     for found in launch(_meshes, 4, str(tmp_path), timeout_s=100):

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from hdet import Adapt, AutoLR, Ensemble
 from job import launch
+from tiers import slow
 
 STEPS, HALF, INTERVAL = 240, 120, 4
 BATCHES = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -124,7 +125,7 @@ def alone() -> list[list[float]]:
     return scales
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+@pytest.mark.parametrize("num_replicas", [1, 2, slow(4)])
 def test_all_ranks_agree_and_it_is_the_run_of_one_process(num_replicas: int, alone: list[list[float]]) -> None:
     found = launch(_on_processes, num_replicas, timeout_s=240)
     assert all(each == found[0] for each in found)

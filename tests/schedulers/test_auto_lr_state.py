@@ -21,14 +21,13 @@ from numpy.testing import assert_allclose
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
 from hdet import AutoLR
 from hdet.controllers import EvidenceController
 from hdet.policy.spread import multipliers
-from job import launch
+from job import Training, launch, world
 from options import with_ensemble
 
 TOTAL_STEPS, INTERVAL, SPREAD = 22, 4, 0.3
@@ -48,11 +47,7 @@ def _warm_cosine(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return SequentialLR(optimizer, parts, [6])
 
 
-def _world() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-class _Run:
+class _Run(Training):
     """A small regression under DDP, all of it a function of the step and the rank."""
 
     def __init__(
@@ -64,7 +59,7 @@ class _Run:
         with torch.no_grad():
             for p in self.model.parameters():
                 p.copy_(torch.randn(p.shape, generator=g))
-        self.rank, self.count = _world()
+        self.rank, self.count = world()
         if fsdp:
             fully_shard(self.model, mesh=init_device_mesh("cpu", (self.count,)))
         parameters = list(self.model.parameters())
@@ -91,51 +86,6 @@ class _Run:
         y = torch.sin(x.sum(1, keepdim=True)) + 0.3 * torch.randn(12, 1, generator=g, dtype=torch.float64)
         mine = slice(self.rank, None, self.count)
         return nn.functional.mse_loss(self.forward(x[mine]), y[mine])
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        loss = self.loss()
-        torch.autograd.backward(loss)
-        self.optimizer.step()
-        self.scheduler.step(loss)
-
-    def advance(self, until: int) -> list[Any]:
-        """Step, and tell after each step all there is to compare."""
-        rows = []
-        while self.scheduler.last_epoch < until:
-            self.step()
-            rows.append((self.scheduler.last_epoch, self.lrs(), self.weights()))
-        return rows
-
-    def lrs(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def weights(self) -> list[float]:
-        tensors: list[Tensor] = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
-        return [v for t in tensors for v in t.detach().flatten().tolist()]
-
-    def told(self) -> list[dict[str, Any]]:
-        return [{**record.as_dict(), "converge_s": 0.0} for record in self.scheduler.history]
-
-    def parts(self) -> tuple[Any, Any, Any]:
-        return self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()
-
-    def save(self, path: str) -> None:
-        with self.scheduler.converged():
-            if self.rank == 0:
-                torch.save(self.parts(), path)
-            if self.count > 1:
-                dist.barrier()
-
-    def load(self, path: str, *, scheduler_first: bool = False) -> None:
-        model, optimizer, scheduler = torch.load(path, weights_only=True)
-        self.model.load_state_dict(model)
-        if scheduler_first:
-            self.scheduler.load_state_dict(scheduler)
-            self.optimizer.load_state_dict(optimizer)
-        else:
-            self.optimizer.load_state_dict(optimizer)
-            self.scheduler.load_state_dict(scheduler)
 
 
 # -- resuming -------------------------------------------------------------------------------------------------------
@@ -166,10 +116,10 @@ def _resume(folder: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "the round that ended at step")
     out: dict[str, Any] = {}
     for name, (options, saved_at) in RESUMES.items():
-        if _world()[1] == 1 and options.get("signal") == "loss":
+        if world()[1] == 1 and options.get("signal") == "loss":
             continue
         try:
-            path = f"{folder}/{abs(hash(name)) % 10**8}-{_world()[1]}.pt"
+            path = f"{folder}/{abs(hash(name)) % 10**8}-{world()[1]}.pt"
             out[name] = _one_resume(path, options, saved_at, orders=(False, True) if name in IN_ANY_ORDER else (False,))
         except Exception as error:
             out[name] = f"{type(error).__name__}: {error}"
@@ -196,7 +146,7 @@ def _one_resume(path: str, options: dict[str, Any], saved_at: int, orders: tuple
 
 def _from_rank_0(value: str) -> str:
     """Strings hash differently in every process."""
-    if _world()[1] == 1:
+    if world()[1] == 1:
         return value
     found: list[Any] = [value]
     dist.broadcast_object_list(found, 0)
@@ -529,7 +479,7 @@ def _states() -> dict[str, Any]:
 
 def _disagree() -> str:
     try:
-        _Run("loss", spread=0.1 * (1 + _world()[0]))
+        _Run("loss", spread=0.1 * (1 + world()[0]))
     except ValueError as error:
         return str(error)
     return ""

@@ -88,6 +88,7 @@ def test_a_file_cut_anywhere_is_refused(kind: str, tmp_path: Path) -> None:
         assert _same(run.parts(), before), size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_is_refused_or_does_no_harm(kind: str, tmp_path: Path) -> None:
     path, dice = tmp_path / "checkpoint.pt", random.Random(0)

@@ -24,30 +24,11 @@ from hdet.ensemble.controllers import JointController
 from hdet.ensemble.explorer import LR_OPTIMISM
 from hdet.policy.spread import assign
 from hdet.replication import state_tensors
-from job import launch
+from job import OnDemand, Training, error, everyone, launch, world
 from options import grouped, with_ensemble
+from tiers import slow
 
 TOTAL_STEPS, INTERVAL, LR, DECAY, BETA = 18, 4, 0.02, 0.05, 0.9
-
-
-def _world() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _everyone(value: Any) -> list[Any]:
-    rows: list[Any] = [None] * _world()[1]
-    if len(rows) == 1:
-        return [value]
-    dist.all_gather_object(rows, value)
-    return rows
-
-
-def _error(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 class _Net(nn.Module):
@@ -86,7 +67,7 @@ MAKE_KNOB: dict[str, Callable[[_Net], Any]] = {
 }
 
 
-class _Run:
+class _Run(Training):
     """A small regression, all of it a function of the step and the rank."""
 
     def __init__(
@@ -103,7 +84,7 @@ class _Run:
         momentum: float = 0.0,
         **options: Any,
     ) -> None:
-        self.rank, self.count = _world()
+        self.rank, self.count = world()
         self.net = _Net(buffer=buffer)
         self.model: nn.Module = self.net
         if self.count > 1:
@@ -126,20 +107,20 @@ class _Run:
             for knob in own:
                 knob.adapt = False
         common: dict[str, Any] = {"knobs": own, "probe": self.probe if probe else None, "model": self.model, **options}
-        self.face: Any
+        self.scheduler: Any
         if face == "auto":
             schedule = CosineAnnealingLR(self.optimizer, TOTAL_STEPS)
             common |= {"interval": INTERVAL, "start_steps": 0, "level": False}
-            self.face = AutoLR(schedule, **with_ensemble(**common))
+            self.scheduler = AutoLR(schedule, **with_ensemble(**common))
         elif face == "one cycle":
-            self.face = OneCycleAutoLR(
+            self.scheduler = OneCycleAutoLR(
                 self.optimizer, LR, TOTAL_STEPS, model_sync_interval=INTERVAL, cycle_momentum=False,
                 auto_lr_warmup_steps=0, **with_ensemble(**common),
             )  # fmt: skip
         else:
             model = common.pop("model")
             common = {"interval": INTERVAL, "total_steps": TOTAL_STEPS, **common}
-            self.face = Explorer(model, self.optimizer, **grouped(**common))
+            self.scheduler = Explorer(model, self.optimizer, **grouped(**common))
 
     def probe(self) -> Tensor:
         if self.bad_probe:
@@ -147,26 +128,14 @@ class _Run:
         x, y = _batch(10_000)
         return nn.functional.mse_loss(self.net(x), y)
 
-    def backward(self) -> Tensor:
-        torch.manual_seed(100 * self.face.last_epoch + self.rank)
-        x, y = _batch(self.face.last_epoch)
+    def loss(self) -> Tensor:
+        torch.manual_seed(100 * self.scheduler.last_epoch + self.rank)
+        x, y = _batch(self.scheduler.last_epoch)
         mine = slice(self.rank, None, self.count)
-        self.optimizer.zero_grad()
-        loss = nn.functional.mse_loss(self.model(x[mine]), y[mine])
-        torch.autograd.backward(loss)
-        return loss
+        return nn.functional.mse_loss(self.model(x[mine]), y[mine])
 
-    def step(self) -> None:
-        loss = self.backward()
-        self.optimizer.step()
-        self.face.step(loss)
-
-    def advance(self, until: int) -> list[Any]:
-        rows = []
-        while self.face.last_epoch < until:
-            self.step()
-            rows.append((self.face.last_epoch, self.values(), self.weights()))
-        return rows
+    def row(self) -> tuple[Any, ...]:
+        return self.scheduler.last_epoch, self.values(), self.weights()
 
     def values(self) -> list[float]:
         group = self.optimizer.param_groups[0]
@@ -181,28 +150,18 @@ class _Run:
 
     def own_values(self, rank: int | None) -> list[float]:
         """What the knobs beside the learning rate ought to be on a replica; None for their base."""
-        loop = self.face._run
+        loop = self.scheduler._run
         positions = loop.steering.positions(rank).tolist()
         return [knob.value_at(place) for knob, place in zip(loop.replication.knobs, positions, strict=True)]
 
-    def weights(self) -> list[float]:
-        return [v for p in self.net.parameters() for v in p.detach().flatten().tolist()]
+    def states(self) -> tuple[Any, Any, Any]:
+        return copy.deepcopy((self.net.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()))
 
-    def told(self) -> list[dict[str, Any]]:
-        return [{**record.as_dict(), "converge_s": 0.0} for record in self.face.history]
-
-    def save(self, path: str) -> None:
-        with self.face.converged():
-            if self.rank == 0:
-                torch.save((self.net.state_dict(), self.optimizer.state_dict(), self.face.state_dict()), path)
-            if self.count > 1:
-                dist.barrier()
-
-    def load(self, path: str) -> None:
-        model, optimizer, face = torch.load(path, weights_only=True)
+    def load(self, saved: Any, *, scheduler_first: bool = False) -> None:
+        model, optimizer, scheduler = torch.load(saved, weights_only=True)
         self.net.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
-        self.face.load_state_dict(face)
+        self.scheduler.load_state_dict(scheduler)
 
 
 Cases = dict[str, Callable[..., Any]]
@@ -240,6 +199,11 @@ ENDS: dict[str, dict[str, Any]] = {
 }
 
 
+def cases(chosen: list[tuple[int, str]], name: str = "name") -> pytest.MarkDecorator:
+    """Two replicas show what there is to show; that four do the same is seldom news."""
+    return pytest.mark.parametrize(("count", name), [slow(*case, when=case[0] > 2) for case in chosen])
+
+
 END_CASES = [
     *((2, name) for name in ENDS),
     *((4, name) for name in ("local", "shared", "with learning rate", "permutation")),
@@ -251,11 +215,11 @@ def _end(name: str) -> dict[str, Any]:
     out: dict[str, Any] = {"start": run.values()}
     run.advance(6)
     out["apart"] = run.values(), run.weights()
-    with run.face.converged():
+    with run.scheduler.converged():
         out["inside"] = run.values(), run.weights()
         out["base"] = run.own_values(None)
-        out["inside scale"] = run.face._run.steering.scales[0]
-        with run.face.converged():
+        out["inside scale"] = run.scheduler._run.steering.scales[0]
+        with run.scheduler.converged():
             out["nested"] = run.values(), run.weights()
     out["again"] = run.values(), run.weights()
     run.advance(TOTAL_STEPS)
@@ -267,27 +231,27 @@ def _end(name: str) -> dict[str, Any]:
     other = _Run(**{**ENDS[name], "total_steps": None})
     other.advance(10)
     out["before finish"] = other.values()
-    other.face.finish()
-    other.face.finish()
+    other.scheduler.finish()
+    other.scheduler.finish()
     out["finished"] = other.values(), other.weights()
     out["finished base"] = other.own_values(None)
-    out["scale"] = other.face._run.steering.scales[0]
-    out["end scale"] = run.face._run.steering.scales[0]
-    out["after finish"] = _error(other.step)
+    out["scale"] = other.scheduler._run.steering.scales[0]
+    out["end scale"] = run.scheduler._run.steering.scales[0]
+    out["after finish"] = error(other.step)
     return out
 
 
 def _ends() -> dict[str, Any]:
-    chosen = [name for count, name in END_CASES if count == _world()[1]]
+    chosen = [name for count, name in END_CASES if count == world()[1]]
     return _run_all({name: lambda name=name: _end(name) for name in chosen})
 
 
 @pytest.fixture(scope="module")
 def ends() -> dict[int, list[dict[str, Any]]]:
-    return {n: launch(_ends, n, timeout_s=100) for n in (2, 4)}
+    return OnDemand(lambda n: launch(_ends, n, timeout_s=100))
 
 
-@pytest.mark.parametrize(("count", "name"), END_CASES)
+@cases(END_CASES)
 def test_at_the_end_weights_are_equal_and_knobs_at_their_base(
     ends: dict[int, list[dict[str, Any]]], count: int, name: str
 ) -> None:
@@ -307,9 +271,7 @@ def test_at_the_end_weights_are_equal_and_knobs_at_their_base(
         assert len({str(result["before finish"]) for result in results}) > 1
 
 
-@pytest.mark.parametrize(
-    ("count", "name"), [(2, "with learning rate"), (4, "with learning rate"), (2, "learning rate alone")]
-)
+@cases([(2, "with learning rate"), (4, "with learning rate"), (2, "learning rate alone")])
 def test_at_the_end_the_learning_rate_is_at_its_base_too(
     ends: dict[int, list[dict[str, Any]]], count: int, name: str
 ) -> None:
@@ -318,7 +280,7 @@ def test_at_the_end_the_learning_rate_is_at_its_base_too(
         assert result[name]["end"][0][0] == pytest.approx(LR * result[name]["end scale"], rel=1e-12)
 
 
-@pytest.mark.parametrize(("count", "name"), END_CASES)
+@cases(END_CASES)
 def test_inside_converged_weights_are_the_mean_and_knobs_at_base_and_afterwards_all_is_as_before(
     ends: dict[int, list[dict[str, Any]]], count: int, name: str
 ) -> None:
@@ -334,9 +296,7 @@ def test_inside_converged_weights_are_the_mean_and_knobs_at_base_and_afterwards_
         assert result["again"] == result["apart"]
 
 
-@pytest.mark.parametrize(
-    ("count", "name"), [(2, "with learning rate"), (4, "with learning rate"), (2, "learning rate alone")]
-)
+@cases([(2, "with learning rate"), (4, "with learning rate"), (2, "learning rate alone")])
 def test_inside_converged_the_learning_rate_is_at_its_base_too(
     ends: dict[int, list[dict[str, Any]]], count: int, name: str
 ) -> None:
@@ -368,9 +328,7 @@ SCALES: dict[str, tuple[float, float, float, Callable[[float], float]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("count", "name"), [case for case in END_CASES if case[1] not in ("auto", "one cycle", "learning rate alone")]
-)
+@cases([case for case in END_CASES if case[1] not in ("auto", "one cycle", "learning rate alone")])
 def test_history_and_base_values_are_those_of_the_oracle(
     ends: dict[int, list[dict[str, Any]]], count: int, name: str
 ) -> None:
@@ -438,7 +396,7 @@ RESUMES: dict[str, tuple[dict[str, Any], int]] = {
 
 def _resume(folder: str, name: str) -> dict[str, Any]:
     options, saved_at = RESUMES[name]
-    path = f"{folder}/{name}-{_world()[1]}.pt".replace(" ", "_")
+    path = f"{folder}/{name}-{world()[1]}.pt".replace(" ", "_")
     whole = _Run(**options)
     whole.advance(saved_at)
     whole.save(path)
@@ -448,7 +406,7 @@ def _resume(folder: str, name: str) -> dict[str, Any]:
     if options.get("face") == "one cycle":
         resumed = _Run(**options)
     resumed.load(path)
-    earlier = len(resumed.face.history)
+    earlier = len(resumed.scheduler.history)
     got = resumed.advance(TOTAL_STEPS)
     later = [record for record in whole.told() if record["step"] > saved_at]
     return {"expected": (expected, later), "got": (got, resumed.told()[earlier:])}
@@ -461,7 +419,7 @@ RESUME_CASES = [
 
 
 def _resume_all(folder: str) -> dict[str, Any]:
-    chosen = [name for count, name in RESUME_CASES if count == _world()[1]]
+    chosen = [name for count, name in RESUME_CASES if count == world()[1]]
     return _run_all({name: lambda name=name: _resume(folder, name) for name in chosen})
 
 
@@ -472,10 +430,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def resumes(folder: str) -> dict[int, list[dict[str, Any]]]:
-    return {n: launch(_resume_all, n, folder, timeout_s=100) for n in (2, 4)}
+    return OnDemand(lambda n: launch(_resume_all, n, folder, timeout_s=100))
 
 
-@pytest.mark.parametrize(("count", "name"), RESUME_CASES)
+@cases(RESUME_CASES)
 def test_a_resumed_run_continues_as_the_uninterrupted_one(
     resumes: dict[int, list[dict[str, Any]]], count: int, name: str
 ) -> None:
@@ -498,7 +456,7 @@ def _go_on(folder: str, name: str, count: int) -> dict[str, Any]:
     out: dict[str, Any] = {"base": run.own_values(None), "values": run.values()}
     run.advance(TOTAL_STEPS - 1)
     out["weights"] = run.weights()
-    with run.face.converged():
+    with run.scheduler.converged():
         out["mean"] = run.weights()
     return out
 
@@ -508,13 +466,14 @@ def _go_on_all(folder: str, count: int) -> dict[str, Any]:
     return _run_all({name: lambda name=name: _go_on(folder, name, count) for name in names})
 
 
-@pytest.mark.parametrize(("saved", "count"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("saved", "count"), [slow(4, 2), (2, 4)])
 def test_on_another_number_of_replicas_base_values_stay(
     resumes: dict[int, list[dict[str, Any]]], folder: str, saved: int, count: int
 ) -> None:
+    whole = resumes[saved]
     results = launch(_go_on_all, count, folder, saved)
     for name in results[0]:
-        _fine(resumes[saved][0][name])
+        _fine(whole[0][name])
         state = torch.load(f"{folder}/{name}-{saved}.pt".replace(" ", "_"), weights_only=True)[2]["rounds"]
         assert state["num_replicas"] == saved
         bases = [_fine(result[name])["base"] for result in results]
@@ -583,19 +542,19 @@ def _broken_states() -> dict[str, Any]:
     run, other = _Run(**options), _Run(**options, seed=1)
     run.advance(8)
     other.advance(4)
-    with run.face.converged():
-        good = run.face.state_dict()
-    out: dict[str, Any] = {"good is plain": _error(lambda: json.dumps(_plain(good)))}
+    with run.scheduler.converged():
+        good = run.scheduler.state_dict()
+    out: dict[str, Any] = {"good is plain": error(lambda: json.dumps(_plain(good)))}
     for name, spoil in BREAK.items():
         state = copy.deepcopy(good)
         spoil(state)
 
         def facts() -> Any:
-            with other.face.converged():
-                return repr((_plain(other.face.state_dict()), other.values(), other.weights()))
+            with other.scheduler.converged():
+                return repr((_plain(other.scheduler.state_dict()), other.values(), other.weights()))
 
         before, own = facts(), (other.values(), other.weights())
-        out[name] = _error(lambda state=state: other.face.load_state_dict(state))  # type: ignore[misc]
+        out[name] = error(lambda state=state: other.scheduler.load_state_dict(state))  # type: ignore[misc]
         out[f"{name}: unchanged"] = facts() == before and (other.values(), other.weights()) == own
     return out
 
@@ -626,7 +585,7 @@ def _like_ddp(momentum: float, state: str) -> dict[str, Any]:
     plain = _Net()
     parallel = DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(plain.parameters(), lr=LR, momentum=momentum)
-    rank, count = _world()
+    rank, count = world()
     far = 0.0
     for step in range(12):
         run.step()
@@ -651,8 +610,8 @@ def _sync() -> dict[str, Any]:
         run = _Run((), adam=False, probe=False, gradients="local", total_steps=6 if end == "total_steps" else None)
         same = []
         for step in range(6):
-            with run.face.converged():  # from the same weights
-                rows = _everyone(_gradients(run))
+            with run.scheduler.converged():  # from the same weights
+                rows = everyone(_gradients(run))
                 same.append(all(row == rows[0] for row in rows))
             run.optimizer.zero_grad()
             if step == 2:
@@ -661,8 +620,8 @@ def _sync() -> dict[str, Any]:
             else:
                 run.step()
         if end == "finish":
-            run.face.finish()
-        rows = _everyone(_gradients(run))
+            run.scheduler.finish()
+        rows = everyone(_gradients(run))
         out[end] = same, all(row == rows[0] for row in rows)
     return out
 
@@ -677,7 +636,7 @@ def _states() -> dict[str, Any]:
             loss = run.backward()
             run.optimizer.step()
             before = [t.clone().tolist() for t in state_tensors(run.optimizer)]
-            run.face.step(loss)
+            run.scheduler.step(loss)
             out[f"{policy} {adam}"] = before, [t.tolist() for t in state_tensors(run.optimizer)]
     return out
 
@@ -692,9 +651,9 @@ def _unhealthy(policy: str) -> dict[str, Any]:
     rows = run.advance(16)
     return {
         "weights": {row[0]: row[2] for row in rows},
-        "unhealthy": [record.unhealthy for record in run.face.history],
-        "probes": [record.probes for record in run.face.history],
-        "rollbacks": run.face.history[-1].num_rollbacks,
+        "unhealthy": [record.unhealthy for record in run.scheduler.history],
+        "probes": [record.probes for record in run.scheduler.history],
+        "rollbacks": run.scheduler.history[-1].num_rollbacks,
         "state": bool(all(torch.isfinite(t).all() for t in state_tensors(run.optimizer))),
     }
 
@@ -729,8 +688,8 @@ def _buffer(gradients: str, *, broadcast: bool) -> dict[str, Any]:
         run.backward()
         seen.append((run.values(), run.own_values(run.rank)))
         run.optimizer.step()
-        run.face.step(1.0)
-    run.face.converge()
+        run.scheduler.step(1.0)
+    run.scheduler.converge()
     after_converge = run.values(), run.own_values(run.rank)
     return {"seen": seen, "converged": after_converge, "kept": run.net.get_buffer("temperature").data_ptr() == pointer}
 
@@ -739,7 +698,7 @@ def _loaded_after_finish(folder: str) -> list[float]:
     run = _Run((), adam=False, probe=False, gradients="local")
     run.advance(4)
     run.save(f"{folder}/finished-{run.count}.pt")
-    run.face.finish()
+    run.scheduler.finish()
     run.load(f"{folder}/finished-{run.count}.pt")
     return _gradients(run)
 
@@ -756,7 +715,7 @@ def _without_losses() -> list[float]:
     for _ in range(8):
         run.backward()
         run.optimizer.step()
-        run.face.step()
+        run.scheduler.step()
     return run.weights()
 
 
@@ -770,7 +729,7 @@ def _rollback_without_lr() -> dict[str, Any]:
         warnings.simplefilter("always")
         run.advance(12)
     assert [str(w.message).count("learning rates") for w in told] == [0]
-    record = run.face.history[-1]
+    record = run.scheduler.history[-1]
     lr = run.optimizer.param_groups[0]["lr"]
     return {"rollbacks": record.num_rollbacks, "told": record.base_values, "lr": lr, "weights": run.weights()}
 
@@ -783,7 +742,7 @@ def _replicas(folder: str) -> dict[str, Any]:
         "bad probe": _bad_probe,
         "apart, nesterov": lambda: _apart_from_the_start("nesterov"),
     }
-    if _world()[1] == 4:
+    if world()[1] == 4:
         return _run_all(cases)
     return _run_all(
         {
@@ -804,10 +763,10 @@ def _replicas(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def replicas(folder: str) -> dict[int, list[dict[str, Any]]]:
-    return {n: launch(_replicas, n, folder, timeout_s=100) for n in (2, 4)}
+    return OnDemand(lambda n: launch(_replicas, n, folder, timeout_s=100))
 
 
-@pytest.mark.parametrize(("count", "name"), [(2, "ddp"), (4, "ddp"), (2, "ddp, momentum")])
+@cases([(2, "ddp"), (4, "ddp"), (2, "ddp, momentum")])
 def test_rounds_of_one_step_are_data_parallel_training(
     replicas: dict[int, list[dict[str, Any]]], count: int, name: str
 ) -> None:
@@ -816,7 +775,7 @@ def test_rounds_of_one_step_are_data_parallel_training(
         assert result[name]["weights"] == replicas[count][0][name]["weights"]
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, slow(4)])
 @pytest.mark.parametrize("end", ["finish", "total_steps"])
 def test_gradients_are_not_averaged_inside_a_round_and_are_again_in_the_end(
     replicas: dict[int, list[dict[str, Any]]], count: int, end: str
@@ -840,7 +799,7 @@ def test_what_becomes_of_the_optimizers_state(replicas: dict[int, list[dict[str,
         assert all((np.array(tensor) == 0).all() for tensor in after)
 
 
-@pytest.mark.parametrize(("count", "policy"), [(2, "keep"), (4, "keep"), (2, "average"), (2, "reset")])
+@cases([(2, "keep"), (4, "keep"), (2, "average"), (2, "reset")], "policy")
 def test_a_replica_that_breaks_is_left_out_gets_the_mean_and_recovers(
     replicas: dict[int, list[dict[str, Any]]], count: int, policy: str
 ) -> None:
@@ -855,7 +814,7 @@ def test_a_replica_that_breaks_is_left_out_gets_the_mean_and_recovers(
         assert result["state"]
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, slow(4)])
 def test_a_probe_that_is_not_finite_is_left_out(replicas: dict[int, list[dict[str, Any]]], count: int) -> None:
     results = [_fine(result["bad probe"]) for result in replicas[count]]
     assert all(result["weights"] == results[0]["weights"] for result in results)
@@ -870,7 +829,7 @@ def test_a_probe_that_is_not_finite_is_left_out(replicas: dict[int, list[dict[st
         assert all(math.isfinite(knob["base"]) for knob in record["knobs"].values())
 
 
-@pytest.mark.parametrize(("count", "outer"), [(2, "mean"), (2, "nesterov"), (4, "nesterov")])
+@cases([(2, "mean"), (2, "nesterov"), (4, "nesterov")], "outer")
 def test_after_a_round_weights_are_equal_whatever_replicas_started_from(
     replicas: dict[int, list[dict[str, Any]]], count: int, outer: str
 ) -> None:
@@ -1019,7 +978,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments(name: str) -> None:
     make, text = BAD[name]
-    assert _error(make).startswith(text)
+    assert error(make).startswith(text)
 
 
 def _face(kind: str, **options: Any) -> Any:
@@ -1070,16 +1029,16 @@ def test_one_process_warns_once_and_trains_on() -> None:
     start = run.values()
     before = run.weights()
     run.advance(TOTAL_STEPS - 1)  # a second warning would be an error
-    state = run.face.state_dict()
-    with run.face.converged():
+    state = run.scheduler.state_dict()
+    with run.scheduler.converged():
         assert run.values() == start
     run.step()
-    run.face.finish()
+    run.scheduler.finish()
     assert run.values() == start == [LR, DECAY, 1.0]
     assert run.weights() != before
     assert state["step"] == TOTAL_STEPS - 1
-    assert run.face.history == []
-    assert _error(run.step).startswith(f"RuntimeError: training was finished at step {TOTAL_STEPS}")
+    assert run.scheduler.history == []
+    assert error(run.step).startswith(f"RuntimeError: training was finished at step {TOTAL_STEPS}")
 
 
 def _misuse() -> dict[str, Any]:
@@ -1089,30 +1048,30 @@ def _misuse() -> dict[str, Any]:
 
     run = _Run(gradients="local")
     run.advance(2)
-    with run.face.converged():
-        out["inside converged"] = _error(lambda: run.face.step(1.0))
+    with run.scheduler.converged():
+        out["inside converged"] = error(lambda: run.scheduler.step(1.0))
     run.advance(3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run.face.state_dict()
+        run.scheduler.state_dict()
     out["apart"] = [str(w.message) for w in caught]
 
     ended = _Run(gradients="local")
     ended.advance(2)
-    with ended.face.converged():
-        out["finish inside converged"] = _error(ended.face.finish)
+    with ended.scheduler.converged():
+        out["finish inside converged"] = error(ended.scheduler.finish)
 
     other = _Run(("learning_rate",), probe=False)
     schedule = ExponentialLR(other.optimizer, 0.9)
     other.step()
     schedule.step()
-    out["another scheduler"] = _error(lambda: other.advance(4))
+    out["another scheduler"] = error(lambda: other.advance(4))
     free = _Run(("temperature",), probe=False)
     schedule = ExponentialLR(free.optimizer, 0.9)
     for _ in range(8):
         free.step()
         schedule.step()
-    out["free"] = [record.base_values for record in free.face.history]
+    out["free"] = [record.base_values for record in free.scheduler.history]
 
     silent = _Run(("temperature",), probe=False)
 
@@ -1120,9 +1079,9 @@ def _misuse() -> dict[str, Any]:
         for _ in range(4):
             silent.backward()
             silent.optimizer.step()
-            silent.face.step()
+            silent.scheduler.step()
 
-    out["no losses"] = _error(without_losses)
+    out["no losses"] = error(without_losses)
 
     net = _Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=DECAY * (1 + rank))
@@ -1135,8 +1094,8 @@ def _misuse() -> dict[str, Any]:
         "another": [knobs.Epsilon() if rank == 0 else knobs.Beta2()],
     }
     for name, own in cases.items():
-        out[name] = _error(lambda own=own: Explorer(net, optimizer, knobs=own, interval=2))  # type: ignore[misc]
-    out["outer"] = _error(
+        out[name] = error(lambda own=own: Explorer(net, optimizer, knobs=own, interval=2))  # type: ignore[misc]
+    out["outer"] = error(
         lambda: Explorer(
             net, optimizer, interval=2, gradients="local", averaging=Averaging(outer="mean" if rank else "nesterov")
         )

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
+from tiers import slow
 
 Make = Callable[[Optimizer], LRScheduler]
 
@@ -87,8 +88,9 @@ WITHOUT_END: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("make", WITHOUT_END.values(), ids=WITHOUT_END)
-def test_a_schedule_without_an_end_ends_as_well_as_without_hdet(make: Make) -> None:
+@pytest.mark.parametrize("name", [slow(name, when=n % 3 > 0) for n, name in enumerate(WITHOUT_END)])
+def test_a_schedule_without_an_end_ends_as_well_as_without_hdet(name: str) -> None:
+    make = WITHOUT_END[name]
     plain, auto = _Job(make), _Job(lambda o: AutoLR(make(o)))
     plain.train(STEPS)
     with warnings.catch_warnings():

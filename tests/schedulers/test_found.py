@@ -29,7 +29,7 @@ def test_before_the_first_round_has_ended_there_is_nothing() -> None:
 
 def test_a_plain_schedule_gives_the_same_learning_rates_again() -> None:
     run = Run("adam")
-    lrs = [run.lrs[0], *(row[0][0] for row in run.advance(TOTAL_STEPS))]
+    lrs = [run.lrs()[0], *(row[0][0] for row in run.advance(TOTAL_STEPS))]
     found = run.scheduler.found()
     assert found.peak_lrs[0] == pytest.approx(max(lrs), rel=0.1)
     optimizer = make_optimizer("adam", net().parameters(), 7.0)
@@ -99,7 +99,7 @@ def test_a_cooldown_ends_a_run_of_unknown_length() -> None:
     run.advance(100)
     with pytest.raises(ValueError, match="steps must be an integer >= 1, but got steps=0"):
         run.scheduler.cooldown(0)
-    begun, peak = run.scheduler.last_epoch, run.lrs[0]
+    begun, peak = run.scheduler.last_epoch, run.lrs()[0]
     run.scheduler.cooldown(40)
     lrs = [row[0][0] for row in run.advance(begun + 20)]
     assert lrs == pytest.approx([peak * (1 - k / 40) for k in range(1, 21)])
@@ -127,10 +127,10 @@ def test_a_cooldown_is_resumed_and_a_state_from_before_takes_it_back() -> None:
     for again in (run, resumed, Run("adam", total_steps=None)):
         again.load(before)
         assert math.isinf(again.scheduler.total_steps)
-        assert again.lrs == [before["optimizer"]["param_groups"][0]["lr"]]
+        assert again.lrs() == [before["optimizer"]["param_groups"][0]["lr"]]
         again.advance(260)
         assert again.scheduler.history[-1].phase == "level"
-    assert run.lrs == again.lrs
+    assert run.lrs() == again.lrs()
 
 
 def test_a_one_cycle_is_cooled_down_before_its_end() -> None:
@@ -142,5 +142,5 @@ def test_a_one_cycle_is_cooled_down_before_its_end() -> None:
         run.scheduler.cooldown(201)
     run.scheduler.cooldown(20)
     run.advance(220)
-    assert run.lrs == [0.0]
+    assert run.lrs() == [0.0]
     assert run.scheduler._run.finished

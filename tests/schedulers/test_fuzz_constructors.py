@@ -380,6 +380,7 @@ def _check(name: str, arguments: dict[str, Any]) -> None:
             assert setting.facts() == before, f"{text}: but something has changed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_clear_error_or_an_object_that_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -19,6 +19,7 @@ from hdet.ensemble.controllers.valley import lowest
 from hdet.ensemble.generations import PATIENCE
 from hdet.policy.spread import assign
 from job import launch
+from tiers import slow
 
 INTERVAL, TOTAL_STEPS, LR, MOMENTUM, DECAY = 8, 50, 0.05, 0.8, 0.02
 LOW, HIGH, WINDOW = 1e-6, 10.0, 4.0
@@ -148,7 +149,7 @@ def _oracle(count: int) -> dict[str, Any]:
     return {**found, "weights": theta[0].tolist()}
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, slow(4)])
 def test_weights_and_base_values_are_those_of_the_oracle(count: int) -> None:
     oracle, results = _oracle(count), launch(_whole, count)
     for found in results:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR, SequentialLR
 from hdet import OneCycleAutoLR, warm_noisy_init
 from hdet.policy.spread import multipliers
 from hdet.replicas.find import find_replicas
-from job import launch
+from job import error, everyone, launch
 
 NUM_REPLICAS = 4
 SPREAD = 0.5
@@ -80,23 +80,9 @@ def _train(
     return lrs
 
 
-def _everyone(value: Any) -> list[Any]:
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, value)
-    return rows
-
-
 def _all_same(optimizer: Optimizer) -> bool:
-    rows = _everyone(_numbers(optimizer))
+    rows = everyone(_numbers(optimizer))
     return all(row == rows[0] for row in rows)
-
-
-def _error(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _random_states() -> tuple[bytes, bytes, Any]:
@@ -109,7 +95,7 @@ def _random_states() -> tuple[bytes, bytes, Any]:
 
 def _row_01() -> dict[str, Any]:
     optimizer = _sgd(seed=dist.get_rank())  # the replicas start apart
-    rows = _everyone(_numbers(optimizer))
+    rows = everyone(_numbers(optimizer))
     scheduler = _fan(optimizer)
     same = []
     for _ in range(12):
@@ -209,7 +195,7 @@ def _row_10() -> dict[str, Any]:
     for _ in range(40):
         momenta.append(optimizer.param_groups[0]["momentum"])
         lrs += _train(optimizer, scheduler, 1, loss=lambda _: 1.0 + 0.1 * dist.get_rank())
-    past_the_end = _error(scheduler.step)
+    past_the_end = error(scheduler.step)
     return {"lrs": lrs, "momenta": momenta, "past the end": past_the_end, "history": scheduler.history}
 
 
@@ -256,8 +242,8 @@ def _row_14() -> dict[str, Any]:
     }
     optimizer = _sgd()
     scheduler = _fan(optimizer, **AUTO)
-    out["dict"] = _error(lambda: scheduler.step({"task": 1.0}))  # type: ignore[arg-type]
-    out["batch"] = _error(lambda: scheduler.step(torch.ones(5)))
+    out["dict"] = error(lambda: scheduler.step({"task": 1.0}))  # type: ignore[arg-type]
+    out["batch"] = error(lambda: scheduler.step(torch.ones(5)))
 
     optimizer = _sgd()
     scheduler = _fan(optimizer, **AUTO)
@@ -266,7 +252,7 @@ def _row_14() -> dict[str, Any]:
 
     optimizer = _sgd()
     scheduler = _fan(optimizer, **AUTO)
-    out["none on one"] = _error(lambda: _train(optimizer, scheduler, 4, loss=lambda step: None if rank == 2 else 1.0))
+    out["none on one"] = error(lambda: _train(optimizer, scheduler, 4, loss=lambda step: None if rank == 2 else 1.0))
     return out
 
 
@@ -366,7 +352,7 @@ def _row_20() -> dict[str, Any]:
 
     def refused(model: nn.Module) -> str:
         optimizer = torch.optim.SGD(model.parameters(), lr=MAX_LR)
-        return _error(lambda: _fan(optimizer))
+        return error(lambda: _fan(optimizer))
 
     flat = init_device_mesh("cpu", (NUM_REPLICAS,))
     model: Any = nn.Linear(4, 4)
@@ -394,7 +380,7 @@ def _row_20() -> dict[str, Any]:
     out["local"] = parameter.data.to_local().tolist()
 
     optimizer = _sgd(3 if rank == 1 else 2)
-    out["other parameters"] = _error(lambda: _fan(optimizer))
+    out["other parameters"] = error(lambda: _fan(optimizer))
     return out
 
 
@@ -404,8 +390,8 @@ def _row_21() -> dict[str, Any]:
     scheduler = _fan(optimizer, 40, 8)
     if dist.get_rank() == 3:
         _train(optimizer, scheduler, 5)
-        return {"error": _error(scheduler.converge)}
-    return {"error": _error(lambda: _train(optimizer, scheduler, 8))}
+        return {"error": error(scheduler.converge)}
+    return {"error": error(lambda: _train(optimizer, scheduler, 8))}
 
 
 def _row_22() -> dict[str, Any]:
@@ -422,7 +408,7 @@ def _row_22() -> dict[str, Any]:
     _train(optimizer, scheduler, 12, loss)
     file = io.BytesIO()
     torch.save((_parameters(optimizer), optimizer.state_dict(), scheduler.state_dict()), file)
-    states = _everyone(file.getvalue() if rank == 0 else scheduler.state_dict())
+    states = everyone(file.getvalue() if rank == 0 else scheduler.state_dict())
     lrs = _train(optimizer, scheduler, 18, loss)
 
     resumed_optimizer, resumed = start()
@@ -459,7 +445,7 @@ def _row_24() -> dict[str, Any]:
     scheduler = _fan(optimizer, 14, 4)
     _train(optimizer, scheduler, 13)
     apart = not _all_same(optimizer)
-    rows = _everyone(_numbers(optimizer))
+    rows = everyone(_numbers(optimizer))
     assert scheduler._schedule_lrs is not None
     lr = scheduler._schedule_lrs[0]
     _train(optimizer, scheduler, 1)

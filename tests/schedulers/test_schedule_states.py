@@ -110,6 +110,7 @@ def test_a_one_cycle_that_waits_inside_several_others_is_resumed(depth: int) -> 
         _check_resume(build)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(build=_schedules())
 def test_any_schedule_resumes_from_any_of_its_own_states(build: Build) -> None:

@@ -20,14 +20,14 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import OneCycleAutoLR
 from hdet.policy.spread import multipliers
-from job import launch
+from job import Training, launch
 
 TOTAL_STEPS = 22
 INTERVAL = 4
 SPREAD = 0.5
 
 
-class _Run:
+class _Run(Training):
     """A model, its optimizer and its scheduler, all of them functions of the step and the replica."""
 
     def __init__(self, *, total_steps: int = TOTAL_STEPS, weight_free_loss: bool = False, **options: Any) -> None:
@@ -66,37 +66,18 @@ class _Run:
         loss = own * 0 if self.weight_free_loss else own
         self.scheduler.step(loss + 0.1 * rank * math.sin(step))
 
-    def advance(self, until: int) -> list[Any]:
-        """Step, and tell after each step all there is to compare."""
-        rows = []
-        while self.scheduler.last_epoch < until:
-            self.step()
-            lrs = [group["lr"] for group in self.optimizer.param_groups]
-            betas = [group["betas"] for group in self.optimizer.param_groups]
-            rows.append((self.scheduler.last_epoch, lrs, betas, self.weights()))
-        return rows
+    def row(self) -> tuple[Any, ...]:
+        betas = [group["betas"] for group in self.optimizer.param_groups]
+        return self.scheduler.last_epoch, self.lrs(), betas, self.weights()
 
     def weights(self) -> list[list[float]]:
         return [t.detach().flatten().tolist() for t in self.model.state_dict().values()]
 
-    def told(self) -> list[dict[str, Any]]:
-        return [{**record.as_dict(), "converge_s": 0.0} for record in self.scheduler.history]
-
     def save(self, path: str) -> None:
+        """Where the replicas are, apart or not."""
         if dist.get_rank() == 0:
-            parts = (self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict())
-            torch.save(parts, path)
+            torch.save(self.states(), path)
         dist.barrier()
-
-    def load(self, path: str, *, scheduler_first: bool = False) -> None:
-        model, optimizer, scheduler = torch.load(path, weights_only=True)
-        self.model.load_state_dict(model)
-        if scheduler_first:
-            self.scheduler.load_state_dict(scheduler)
-            self.optimizer.load_state_dict(optimizer)
-        else:
-            self.optimizer.load_state_dict(optimizer)
-            self.scheduler.load_state_dict(scheduler)
 
 
 def _resume(folder: str) -> dict[str, bool]:
@@ -267,7 +248,8 @@ def _start(path: str) -> dict[str, Any]:
     run.advance(10)
     run.scheduler.converge()
     run.save(path)
-    return run.scheduler.state_dict()
+    state: dict[str, Any] = run.scheduler.state_dict()
+    return state
 
 
 def _go_on(path: str) -> dict[str, Any]:

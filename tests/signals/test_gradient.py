@@ -23,6 +23,7 @@ from hdet.replicas.group import Replicas
 from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, default_sample_every, mean_and_error
 from hdet.weights.anchor import Anchor
 from job import launch
+from tiers import slow
 
 BATCH = 8
 
@@ -376,7 +377,7 @@ def _distributed() -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, slow(4)])
 def test_ddp_and_sharded_parameters_give_what_one_process_gives(num_ranks: int) -> None:
     one, each = Setting(), Setting(per_parameter=True)
     for s in (one, each):

@@ -35,7 +35,7 @@ import hdet
 from hdet import Adapt, AutoLR, Averaging, Ensemble, Explorer, Faults, OneCycleAutoLR, knobs
 from hdet.controllers import EvidenceController
 from hdet.ensemble.controllers import PaperController
-from hdet.launch import launch
+from job import launch
 
 PATH = Path(__file__).parent.parent / "golden" / "trajectories.json"
 NUM_SAMPLED = 6

@@ -10,6 +10,7 @@ with :func:`hdet.launch.launch`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import gc
 import os
@@ -29,9 +30,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from hdet.launch import ReplicaError, server
 
@@ -77,6 +81,18 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: 
                 _idle.append(rank)
             else:
                 rank.end()
+
+
+class OnDemand(dict[int, list[Any]]):
+    """What ranks returned, by how many they are: launched when a test asks for it."""
+
+    def __init__(self, launched: Callable[[int], list[Any]]) -> None:
+        super().__init__()
+        self._launched = launched
+
+    def __missing__(self, num_ranks: int) -> list[Any]:
+        self[num_ranks] = self._launched(num_ranks)
+        return self[num_ranks]
 
 
 def close() -> None:
@@ -199,10 +215,16 @@ def _put_back() -> Iterator[None]:
 # -- what functions on ranks use ----------------------------------------------------------------------------------
 
 
+def world() -> tuple[int, int]:
+    """This rank, and how many there are; one process is one rank."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def everyone(value: Any) -> list[Any]:
     """What each rank has, by rank."""
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, value)
+    rows: list[Any] = [value] * world()[1]
+    if len(rows) > 1:
+        dist.all_gather_object(rows, value)
     return rows
 
 
@@ -219,3 +241,75 @@ def error(call: Callable[[], Any]) -> str:
     except (Exception, CheckpointException) as found:  # the latter is a BaseException
         return f"{type(found).__name__}: {found}"
     return ""
+
+
+def weights(model: nn.Module) -> list[float]:
+    """All of them, of sharded parameters too."""
+    whole: list[Tensor] = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [v for t in whole for v in t.detach().flatten().tolist()]
+
+
+class Training:
+    """A model, its optimizer and its scheduler, in training.
+
+    Subclasses make the three, and a loss that is a function of the step and the rank, so that runs can be compared.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+
+    def loss(self) -> Tensor:
+        """Of this rank's part of the next batch."""
+        raise NotImplementedError
+
+    def backward(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        torch.autograd.backward(loss)
+        return loss
+
+    def step(self) -> Any:
+        loss = self.backward()
+        self.optimizer.step()
+        self.scheduler.step(loss)
+
+    def advance(self, until: int) -> list[Any]:
+        """Step, and tell after each step all there is to compare."""
+        rows = []
+        while self.scheduler.last_epoch < until:
+            self.step()
+            rows.append(self.row())
+        return rows
+
+    def row(self) -> tuple[Any, ...]:
+        return self.scheduler.last_epoch, self.lrs(), self.weights()
+
+    def lrs(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def weights(self) -> list[Any]:
+        return weights(self.model)
+
+    def told(self) -> list[dict[str, Any]]:
+        """The history, without what a clock has measured."""
+        return [{**record.as_dict(), "converge_s": 0.0} for record in self.scheduler.history]
+
+    def states(self) -> tuple[Any, Any, Any]:
+        """Of the model, the optimizer and the scheduler, as they are now."""
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()))
+
+    def save(self, path: str) -> None:
+        """As a user does: inside ``converged()``, by rank 0."""
+        with self.scheduler.converged():
+            if world()[0] == 0:
+                torch.save(self.states(), path)
+            if world()[1] > 1:
+                dist.barrier()
+
+    def load(self, saved: Any, *, scheduler_first: bool = False) -> None:
+        """From a file, or from :meth:`states`."""
+        states = torch.load(saved, weights_only=True) if isinstance(saved, str) else copy.deepcopy(saved)
+        parts = list(zip((self.model, self.optimizer, self.scheduler), states, strict=True))
+        for part, state in [parts[0], parts[2], parts[1]] if scheduler_first else parts:
+            part.load_state_dict(state)

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from hdet import AutoLR
 from hdet.policy.level import Level
-from native import gathered, held, weights
+from job import Training
+from native import gathered, held
 from options import with_ensemble
 
 TOTAL_STEPS = 400
@@ -35,7 +36,7 @@ def make_optimizer(kind: str, parameters: Any, lr: float = LOW) -> Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9 if kind == "momentum" else 0.0)
 
 
-class Run:
+class Run(Training):
     """A model in training.
 
     Args:
@@ -47,6 +48,8 @@ class Run:
         place: which part of the batch this process has, of how many.
         options: of AutoLR, by their own names.
     """
+
+    scheduler: AutoLR
 
     def __init__(
         self,
@@ -85,14 +88,6 @@ class Run:
         x, y = self.batch()
         return nn.functional.mse_loss(self.forward(x), y)
 
-    def step(self) -> float:
-        self.optimizer.zero_grad()
-        loss = self.loss()
-        torch.autograd.backward(loss)
-        self.optimizer.step()
-        self.scheduler.step(loss)
-        return loss.item()
-
     @property
     def searching(self) -> bool:
         return self.scheduler._run.policy.searching
@@ -108,17 +103,9 @@ class Run:
         lrs, parts = [], []
         while self.scheduler.last_epoch < until:
             self.step()
-            lrs.append(self.lrs)
+            lrs.append(self.lrs())
             parts.append(held(self.model))
         return list(zip(lrs, gathered(self.model, parts), strict=True))
-
-    @property
-    def lrs(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    @property
-    def weights(self) -> list[float]:
-        return weights(self.model)
 
     def everything(self) -> tuple[Any, Any]:
         """Weights, buffers and optimizer state, as they are now."""
@@ -133,11 +120,8 @@ class Run:
         loaded: dict[str, Any] = torch.load(file, weights_only=True)
         return loaded
 
-    def load(self, state: dict[str, Any]) -> None:
-        state = copy.deepcopy(state)  # an optimizer trains on in the tensors that it is given
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+    def load(self, saved: Any, *, scheduler_first: bool = False) -> None:
+        super().load(tuple(saved.values()), scheduler_first=scheduler_first)
 
 
 def same(first: Any, second: Any) -> bool:

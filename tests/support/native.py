@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +20,7 @@ from hdet import AutoLR, Explorer, OneCycleAutoLR
 from hdet.controllers import EvidenceController
 from hdet.ensemble.knobs import LearningRate
 from hdet.replicas.sharding import local_tensor
+from job import Training
 from options import grouped, with_ensemble
 
 TOTAL_STEPS, INTERVAL, SPREAD, MAX_LR = 12, 4, 0.3, 0.05
@@ -108,7 +108,7 @@ def nesterov(optimizer: Optimizer, model: nn.Module, **options: Any) -> Explorer
 FACES: dict[str, Face] = {"paper": paper, "loss": loss_signal, "gradient": gradient_signal, "nesterov": nesterov}
 
 
-class Run:
+class Run(Training):
     """A model in training.
 
     Args:
@@ -119,6 +119,8 @@ class Run:
         forward: what is called instead of the model.
         options: of the scheduler.
     """
+
+    scheduler: Scheduler
 
     def __init__(
         self,
@@ -160,12 +162,6 @@ class Run:
             parts.append(held(self.model))
         return list(zip(lrs, gathered(self.model, parts), strict=True))
 
-    def lrs(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def weights(self) -> list[float]:
-        return weights(self.model)
-
     def told(self) -> list[Any]:
         """What the controller saw and did, round by round."""
         return [
@@ -175,12 +171,6 @@ class Run:
 
     def converged(self) -> AbstractContextManager[None]:
         return self.scheduler.converged() if self.scheduler.last_epoch else nullcontext()
-
-
-def weights(model: nn.Module) -> list[float]:
-    """All of them, of sharded parameters too."""
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return [v for t in whole for v in t.detach().flatten().tolist()]
 
 
 def held(model: nn.Module) -> list[Tensor]:
@@ -202,23 +192,3 @@ def gathered(model: nn.Module, steps: list[list[Tensor]]) -> list[list[float]]:
         rows.append(whole.flatten(0, -2))
     every: list[list[float]] = torch.cat(rows).T.tolist()
     return every
-
-
-def everyone(value: Any) -> list[Any]:
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, value)
-    return rows
-
-
-def alike(value: Any) -> bool:
-    """Whether all processes have the same ``value``."""
-    rows = everyone(value)
-    return all(row == rows[0] for row in rows)
-
-
-def error(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (Exception, CheckpointException) as found:  # the latter is a BaseException
-        return f"{type(found).__name__}: {found}"
-    return ""

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from hdet.testing import Fault, Injector, collect_weights
-from native import FACES, TOTAL_STEPS, Run, alike, net, replicated
+from job import alike
+from native import FACES, TOTAL_STEPS, Run, net, replicated
 
 SAVE_EVERY = 3
 

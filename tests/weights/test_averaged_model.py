@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from job import launch
-from native import FACES, INTERVAL, TOTAL_STEPS, Run, alike, batch, net, weights
+from job import alike, launch, weights
+from native import FACES, INTERVAL, TOTAL_STEPS, Run, batch, net
 
 DECAY = 0.7
 EMA: Any = get_ema_multi_avg_fn(DECAY)  # type: ignore[no-untyped-call]
