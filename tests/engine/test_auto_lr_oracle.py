@@ -372,4 +372,6 @@ def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
     bounded = np.stack([r.scales for r in expected("bounds", num_replicas).rounds])
     assert bounded.min() == 0.8 or bounded.max() == 1.2
     near = expected("level, a schedule near it", num_replicas).rounds
-    assert {float(r.scales[0]) for r in near if r.step > 4 and r.in_warmup} == {1.0}
+    risen = [float(r.scales[0]) for r in near if r.step > 4 and r.in_warmup]
+    assert risen == sorted(risen)  # approached from the level, which is below its peak, and then followed
+    assert 0.5 < risen[0] < risen[-1] == 1.0
