@@ -72,7 +72,7 @@ def run(job: tuple[str, str, int, str]) -> dict[str, Any]:
         rows = data.train[torch.randint(len(data.train), (data.task.batch_rows,), generator=batches)]
         loss = data.loss(model, rows)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if auto is not None:
             auto.step(loss)

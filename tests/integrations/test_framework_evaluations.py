@@ -32,7 +32,7 @@ def test_lightning(tmp_path: Path, sign: int, chosen: str) -> None:
 
     from hdet.integrations.lightning import HDETCallback
 
-    class Module(LightningModule):
+    class Module(LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 1)
@@ -78,7 +78,7 @@ def test_transformers(tmp_path: Path, metric: str | None) -> None:
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
             return {"loss": self.layer(x).square().mean(), "logits": self.layer(x)}
 
-    class Scripted(Trainer):
+    class Scripted(Trainer):  # type: ignore[misc]
         def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
             found = super().evaluation_loop(*args, **kwargs)
             loss = _overfits(self.state.global_step)
