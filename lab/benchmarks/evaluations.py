@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hdet import AutoLR, __version__
+from hdet_lab.models.mlp import MLP
 from hdet_lab.recipes import make_schedule
 from hdet_lab.runs import provenance
 from hdet_lab.tasks import load_task
@@ -44,11 +45,21 @@ class Data:
             task: Any = load_task("fashion-wide", folder)
             num = int(name.partition("-")[2])
             rows = torch.arange(num)
+            task.batch_rows = 64
         else:
             task = load_task(name, folder)
             rows = torch.arange(task.num_train)
+        self.pictures = name.startswith("pictures")
         self.task, self.train, held = task, rows, task.validation_rows[:2000]
         self.steer, self.judge = held[1::2], held[0::2]
+
+    def build(self, seed: int) -> nn.Module:
+        if not self.pictures:
+            model: nn.Module = self.task.build(seed)
+            return model
+        generator = torch.Generator().manual_seed(seed)
+        layers = nn.Flatten(), nn.LayerNorm(784, elementwise_affine=False)
+        return nn.Sequential(*layers, MLP(784, 10, widths=(256, 256), generator=generator))
 
     def loss(self, model: nn.Module, rows: Tensor) -> Tensor:
         found: Tensor = self.task.loss(model, self.task.gather(rows))
@@ -60,7 +71,7 @@ def run(job: tuple[str, str, int, str]) -> dict[str, Any]:
     name, kind, seed, folder = job
     torch.set_num_threads(1)
     data = Data(name, Path(folder))
-    model = data.task.build(seed)
+    model = data.build(seed)
     shape, _, lr = kind.partition(":")
     optimizer = torch.optim.AdamW(model.parameters(), lr=float(lr or 1e-3))
     auto = AutoLR(optimizer, total_steps=STEPS) if shape.startswith("autolr") else None
