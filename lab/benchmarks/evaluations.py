@@ -62,7 +62,8 @@ class Data:
         return nn.Sequential(*layers, MLP(784, 10, widths=(256, 256), generator=generator))
 
     def loss(self, model: nn.Module, rows: Tensor) -> Tensor:
-        found: Tensor = self.task.loss(model, self.task.gather(rows))
+        inputs, targets = self.task.gather(rows)
+        found: Tensor = self.task.loss(model, (inputs.float(), targets))
         return found
 
 
