@@ -32,7 +32,7 @@ OPTIONS = {
     "compare": sorted([*LAB_OPTIONS, "--methods", "--population-interval", "--starts", "--workers"]),
     "bench": [
         *("--data", "--device", "--docs", "--half", "--help", "--methods", "--out", "--pages", "--records", "--seeds"),
-        *("--steps", "--tasks", "--workers"),
+        *("--steps", "--task", "--tasks", "--workers"),
     ],
     "doctor": [
         *("--device", "--help", "--interval", "--json", "--max-share", "--method", "--model", "--parameters"),

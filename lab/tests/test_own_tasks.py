@@ -86,6 +86,36 @@ def test_it_is_benchmarked(tmp_path: Path) -> None:
     assert record["runs"][0]["loss"] < 1.0
 
 
+def test_the_bench_says_what_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mytasks.py").rename(tmp_path / "mine" / "mytasks.py")
+    command = ["bench", "--task", "mine/mytasks.py:WaveTask", "--methods", "grid", "autolr", "nadamw", "--steps", "60"]
+    assert cli.main([*command, "--seeds", "0", "--out", str(tmp_path / "bench")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"(Use|Search for the learning rate).* \(60 steps, 1 seed\)\.$", lines[-1]), lines[-1]
+    assert any(line.startswith("best of the grid (") for line in lines)
+    assert any(line.startswith("NAdamW at one default (wsd, 0.003)") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "nowhere.py:WaveTask", "--pages"], "--task must be given without --tasks and --pages"),
+        (["--task", "mytasks.py"], "--task must be MODULE:CLASS, or FILE.py:CLASS of a file that exists, but got"),
+    ],
+)
+def test_what_the_bench_cannot_compare(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_bench_of_a_task_that_is_not_there_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--task", "nowhere.py:WaveTask", "--out", str(tmp_path / "bench")]) == 1
+    said = capsys.readouterr().out
+    assert "is skipped: task must be MODULE:CLASS that can be imported, but got 'nowhere.py:WaveTask'" in said
+    assert said.splitlines()[-1] == "No advice: nothing was run."
+
+
 def test_a_class_that_asks_for_it_gets_the_data_folder() -> None:
     with pytest.raises(ValueError, match=r"but that of 'partial:Half' has no total_steps, batch_rows, validation_rows"):
         load_task("partial:Half", "data")

@@ -14,6 +14,17 @@ def is_target(text: str) -> bool:
     return re.fullmatch(r"\w+(\.\w+)*:\w+", text) is not None
 
 
+def module_target(text: str) -> str:
+    """``folder/file.py:name`` as ``file:name``, with the folder on the path; other text as it is. Imports nothing."""
+    path, _, name = text.rpartition(":")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        return text
+    folder, file = os.path.split(os.path.abspath(path))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return f"{file.removesuffix('.py')}:{name}"
+
+
 def load_target(target: str) -> Any:
     """Import ``package.module`` from the working directory or the path, and return its ``name``."""
     module, _, name = target.partition(":")

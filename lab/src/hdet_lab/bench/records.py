@@ -55,16 +55,22 @@ class Record:
 
 def load(folder: Path) -> list[Record]:
     """All records of a folder, in the order of the suite."""
-    found = []
-    for name in BY_NAME:
-        if (path := folder / f"{name}.json").exists():
-            data = json.loads(path.read_text())
-            for runs in data["methods"].values():
-                for run in runs:
-                    run["loss"] = math.inf if run["loss"] is None else run["loss"]
-            data["defaults"] = {method: (shape, lr) for method, (shape, lr) in data["defaults"].items()}
-            found.append(Record(**data))
-    return found
+    paths = [folder / f"{name}.json" for name in BY_NAME]
+    return [_record(json.loads(path.read_text())) for path in paths if path.exists()]
+
+
+def of_files(folder: Path) -> Record | None:
+    """The record of one entry from the files of its methods; None where there are none."""
+    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return _record(_merge(files)) if files else None
+
+
+def _record(data: dict[str, Any]) -> Record:
+    for runs in data["methods"].values():
+        for run in runs:
+            run["loss"] = math.inf if run["loss"] is None else run["loss"]
+    data["defaults"] = {method: (shape, lr) for method, (shape, lr) in data["defaults"].items()}
+    return Record(**data)
 
 
 def gather(out: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Runner:
         steps: of a run; None for each entry's own.
         device, data: as in other commands.
         tell: hears what happens, line by line.
+        defaults: of methods at one default, where it is not chosen from the files of half A.
     """
 
     out: Path
@@ -56,6 +57,7 @@ class Runner:
     device: str = "cpu"
     data: Path = Path("data")
     tell: Callable[[str], None] = lambda _: None
+    defaults: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     _open: dict[str, tuple[Task, dict[str, Any]]] = field(default_factory=dict)
 
     def run(self, progress: Callable[[int, str], None] = lambda *_: None) -> list[str]:
@@ -78,7 +80,9 @@ class Runner:
         return problems
 
     def _is_ready(self, job: Job) -> bool:
-        return job.method not in CALIBRATIONS or self.is_calibrated(CALIBRATIONS[job.method])
+        if job.method not in CALIBRATIONS or job.method in self.defaults:
+            return True
+        return self.is_calibrated(CALIBRATIONS[job.method])
 
     # -- files --------------------------------------------------------------------------------------------------
 
@@ -155,7 +159,8 @@ class Runner:
         }
         defaults = earlier["defaults"]
         if job.method in CALIBRATIONS and not defaults:
-            defaults = {job.method: self.default(CALIBRATIONS[job.method])}
+            known = self.defaults.get(job.method)
+            defaults = {job.method: self.default(CALIBRATIONS[job.method]) if known is None else known}
         seeds = self._seeds_left(job, earlier)
         bench = Bench(job.entry, task, seeds, self._steps(job.entry), self.device, defaults, earlier["runs"])
         begun = time.perf_counter()

@@ -100,6 +100,8 @@ def own_entry(target: str) -> Entry:
     return Entry(target.replace(":", "-"), "extra", task=target)
 
 
+OWN_METHODS = ("grid", "autolr", "adamw", "nadamw", "prodigy", "mechanic", "schedule-free")
+"""What is run on a task of the user's own."""
 MethodName = Literal[
     "grid", "autolr", "adamw-grid", "adamw", "prodigy", "schedule-free", "schedule-free-grid", "d-adaptation",
     "finder", "halving", "nadamw-grid", "nadamw", "mechanic", "dog", "schedule-free-autolr", "population",

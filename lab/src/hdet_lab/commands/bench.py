@@ -1,5 +1,7 @@
 """``hdet bench``: the benchmark. A suite of tasks in two halves, AutoLR and its rivals, and the pages made of them.
 
+With ``--task`` a few methods are compared on a task of the user's own, and the last line says what to use.
+
 What is finished is skipped, so that the same command goes on after a break. Pages are made from the files alone.
 """
 
@@ -19,10 +21,20 @@ from rich.console import Console
 from hdet.checks import printable
 from hdet.launch import server
 from hdet_lab.bench.runner import FAILED, Runner
-from hdet_lab.bench.suite import BY_NAME, DEFAULT_ENTRIES, METHODS, Entry, MethodName, jobs, own_entry
+from hdet_lab.bench.suite import (
+    BY_NAME,
+    CHOSEN,
+    DEFAULT_ENTRIES,
+    METHODS,
+    OWN_METHODS,
+    Entry,
+    MethodName,
+    jobs,
+    own_entry,
+)
 from hdet_lab.command_line import Options, UsageError, parse
 from hdet_lab.runs.progress import RunBar
-from hdet_lab.targets import is_target
+from hdet_lab.targets import is_target, module_target
 
 POLL_S = 1.0
 MIN_STEPS = 60
@@ -33,10 +45,12 @@ MIN_STEPS = 60
 class BenchOptions(Options):
     """Run the benchmark, or what is missing of it, and make the pages."""
 
+    task: str = ""
+    """Your own task, MODULE:CLASS or FILE.py:CLASS: methods are compared on it, and the last line says what to use."""
     tasks: tuple[str, ...] = ()
     """Entries of the suite, by name, or your own classes, MODULE:CLASS; default all of the halves named."""
     methods: tuple[MethodName, ...] = METHODS  # type: ignore[assignment]
-    """What to run on each."""
+    """What to run on each; with --task, a few of them are the default."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of weights and data order; each method runs once for each."""
     half: Literal["A", "B", "extra", "all"] = "all"
@@ -66,14 +80,28 @@ class BenchOptions(Options):
         self.require("workers", "an integer >= 1", self.workers >= 1)
         self.require("methods", "one or more", bool(self.methods))
         self.require("device", "cpu or cuda", self.device in ("cpu", "cuda"))
+        if self.task:
+            self.require("task", "given without --tasks and --pages", not self.tasks and not self.pages)
+            self.require("task", "MODULE:CLASS, or FILE.py:CLASS of a file that exists", is_target(self.own_task))
         for name in self.tasks:
             if name not in BY_NAME and not is_target(name):
                 raise UsageError(f"--tasks must be among {', '.join(BY_NAME)}, or MODULE:CLASS, but got {name!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda needs a GPU that torch can use, but there is none; use --device cpu")
 
+    @property
+    def own_task(self) -> str:
+        """``--task`` as MODULE:CLASS."""
+        return module_target(self.task)
+
+    def chosen_methods(self) -> tuple[str, ...]:
+        """What is run."""
+        return OWN_METHODS if self.task and self.methods == METHODS else self.methods
+
     def entries(self) -> list[Entry]:
         """What is chosen."""
+        if self.task:
+            return [own_entry(self.own_task)]
         chosen = [BY_NAME.get(name) or own_entry(name) for name in self.tasks or DEFAULT_ENTRIES]
         return [entry for entry in chosen if self.half in ("all", entry.half)]
 
@@ -104,19 +132,20 @@ def main(arguments: Sequence[str]) -> int:
     runner = _runner(options, console)
     with RunBar(console, "bench", max(1, len(jobs(runner.entries, runner.methods))), quiet=is_worker) as bar:
         problems = runner.run(bar.advance)
-    return _end(console, problems, quiet=is_worker)
+    return _end(console, problems, options, quiet=is_worker)
 
 
 def _runner(options: BenchOptions, console: Console) -> Runner:
     return Runner(
         options.out,
         options.entries(),
-        options.methods,
+        options.chosen_methods(),
         options.seeds,
         options.steps,
         options.device,
         options.data,
         lambda line: console.print(line, soft_wrap=True, markup=False),
+        CHOSEN if options.task else {},
     )
 
 
@@ -140,7 +169,7 @@ def _share(options: BenchOptions, arguments: Sequence[str], console: Console) ->
     left = [job.name for job in todo if not runner.is_done(job) and not runner.has_failed(job)]
     if left:
         problems.append(f"not run: {', '.join(left)}; a default needs the grids of half A")
-    return _end(console, problems)
+    return _end(console, problems, options)
 
 
 def _work(arguments: Sequence[str], num_threads: int) -> None:
@@ -149,9 +178,21 @@ def _work(arguments: Sequence[str], num_threads: int) -> None:
     sys.exit(main(arguments))
 
 
-def _end(console: Console, problems: Sequence[str], *, quiet: bool = False) -> int:
+def _last_lines(options: BenchOptions) -> list[str]:
+    if not options.task:
+        return ["hdet bench --pages makes the pages from the files"]
+    from hdet_lab.bench.advice import advise
+    from hdet_lab.bench.records import of_files
+
+    record = of_files(options.out / options.entries()[0].name)
+    return ["No advice: nothing was run."] if record is None else advise(record)
+
+
+def _end(console: Console, problems: Sequence[str], options: BenchOptions, *, quiet: bool = False) -> int:
     if not quiet:
         for problem in problems:
             console.print(problem, soft_wrap=True, markup=False)
-        console.print("hdet bench --pages makes the pages from the files")
-    return 1 if any(f" {FAILED}: " in problem for problem in problems) else 0
+        for line in _last_lines(options):
+            console.print(printable(line), soft_wrap=True, markup=False, highlight=False)
+    is_skipped = bool(options.task and problems)  # of one task nothing else can be expected
+    return 1 if is_skipped or any(f" {FAILED}: " in problem for problem in problems) else 0
