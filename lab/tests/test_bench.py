@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from hdet_lab.bench.suite import (
 )
 from hdet_lab.bench.summary import duel, over_tasks, summarize, verdict
 from hdet_lab.bench.train import Bench, Whole, thinned
-from hdet_lab.bench.versions import MARK, declare, equivalent, is_current
+from hdet_lab.bench.versions import GOLDEN, MARK, declare, equivalent, golden_name, is_current
 from hdet_lab.command_line import UsageError
 from hdet_lab.commands import bench as command
 from hdet_lab.recipes import ADAM_BETAS
@@ -356,10 +357,7 @@ def test_only_seeds_that_all_methods_have_are_compared(finished: Path, tmp_path:
 
 def test_docs_are_those_that_the_kept_records_make() -> None:
     kept = ROOT / "lab" / "benchmarks" / "results" / "bench"
-    advice = (
-        f"run hdet bench --pages. If only the hash of the code has changed, to {code_sha256()}, and AutoLR behaves as "
-        "before (tests/golden is the same), declare it first: python -m hdet_lab.bench.versions 'why it is the same'"
-    )
+    advice = "run hdet bench --pages; lab/benchmarks/README.md has how runs of an earlier version are marked"
     for path, text in render(load(kept), said_of(kept), equivalent(kept)).items():
         assert (ROOT / "docs" / path).read_text() == text, f"{path}: {advice}"
     assert len((ROOT / "docs" / "results.md").read_text().split()) <= 2500
@@ -382,6 +380,19 @@ def test_hashes_are_equivalent_where_the_file_has_todays(tmp_path: Path) -> None
     assert equivalent(tmp_path) == {code_sha256()}  # the file says nothing of the code of today
     declare(tmp_path, "same trajectories")
     assert equivalent(tmp_path) == {"a", code_sha256()}
+
+
+def test_code_that_keeps_the_golden_trajectories_is_equivalent(tmp_path: Path) -> None:
+    folder, golden = tmp_path / "lab" / "benchmarks" / "results" / "bench", tmp_path / GOLDEN
+    folder.mkdir(parents=True)
+    golden.parent.mkdir(parents=True)
+    shutil.copy(ROOT / GOLDEN, golden)
+    (folder / "versions.json").write_text(json.dumps({"a": "first", golden_name(folder): "kept"}))
+    assert "a" in equivalent(folder)
+    changed = json.loads(golden.read_text())
+    changed["trajectories"]["AdamW"]["lrs"] = "others"
+    golden.write_text(json.dumps(changed))
+    assert equivalent(folder) == {code_sha256()}
 
 
 def test_which_facts_a_method_is_judged_by() -> None:

@@ -5,6 +5,7 @@ python -m hdet_lab.bench.versions "why the code of today behaves like that of th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Collection
@@ -14,7 +15,13 @@ from typing import Any
 from hdet_lab.runs.code_hash import code_sha256
 
 FILE = "versions.json"
-"""Beside the records: hash to one line that says why it is equivalent to the others in the file."""
+"""Beside the records: names of code that is equivalent, each with one line that says why.
+
+A name is a hash, or ``golden`` and a hash of the golden trajectories, which stands for all code that keeps them.
+"""
+GOLDEN = Path("tests") / "golden" / "trajectories.json"
+GOLDEN_RUNS = ("AdamW", "SGD", "SGD with momentum", "updates of a fixed size", "rollback")
+"""Those of AutoLR as the benchmark uses it: around an optimizer, with the number of steps."""
 OF_AUTOLR = ("autolr", "autolr-held-out", "schedule-free-autolr")
 MARK = "†"
 SENTENCE = f"{MARK}: runs of an earlier version of AutoLR."
@@ -24,7 +31,18 @@ def equivalent(folder: Path) -> frozenset[str]:
     """The hashes of the code whose runs count as those of today's."""
     path, today = folder / FILE, code_sha256()
     declared = frozenset(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else frozenset()
-    return declared if today in declared else frozenset({today})
+    return declared | {today} if declared & {today, golden_name(folder)} else frozenset({today})
+
+
+def golden_name(folder: Path) -> str:
+    """Of the golden trajectories in the repository that holds the folder of records; empty where there are none."""
+    parents = folder.resolve().parents
+    path = parents[3] / GOLDEN if len(parents) > 3 else GOLDEN
+    if not path.exists():
+        return ""
+    runs = json.loads(path.read_text(encoding="utf-8"))["trajectories"]
+    kept = [[name, runs[name]["lrs"], runs[name]["weights"]] for name in GOLDEN_RUNS]
+    return f"golden {hashlib.sha256(json.dumps(kept).encode()).hexdigest()}"
 
 
 def is_current(method: str, facts: Collection[dict[str, Any]], current: Collection[str]) -> bool:
