@@ -44,6 +44,11 @@ from hdet.scheduler import STATE_VERSION, Scheduler, cannot_load, check_version,
 from hdet.signals.held_out import Probe
 from hdet.signals.loss import Loss
 
+LION = (
+    "with Lion, AutoLR ended between 1.5% below and 17% above the best learning rate of a grid, 7% in the mean; "
+    "compare it with a learning rate of your own, a third to a tenth of AdamW's"
+)
+
 
 def _unchanged(step: int) -> float:
     return 1.0
@@ -157,6 +162,8 @@ class AutoLR(Scheduler, LRScheduler):
                 weight_decay=weight_decay, act=act, members=members,
             )  # fmt: skip
             refuse_second(optimizer)
+            if "lion" in type(optimizer).__name__.lower():
+                tell(LION)
             members.bind(plan)
             facts = {"schedule": type(schedule).__name__, "max_lr": str(max_lr), **facts_about(schedule)}
             replicas = plan.find_replicas(facts | plan.facts())

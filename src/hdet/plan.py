@@ -24,7 +24,7 @@ from hdet.policy.level import Level
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import NO_PANEL, Panel, Steering
-from hdet.policy.timing import default_interval, hold_start, keep_start
+from hdet.policy.timing import DECAY_SHARE, default_interval, hold_start, keep_start
 from hdet.replicas.find import find_replicas
 from hdet.replicas.group import Replicas
 from hdet.replicas.parameters import check_parameters, shape_digest, trained_parameters
@@ -455,7 +455,7 @@ def auto_settings(
     elif total is None:
         hold = math.inf
     elif adapt.hold_share is None and signal == "gradient":
-        hold = hold_start(total, shape)
+        hold = hold_start(total, shape) if lr_given else (1 - DECAY_SHARE) * total
     else:
         hold = (1 - (0.05 if adapt.hold_share is None else adapt.hold_share)) * total
     return {

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from hdet import Adapt, AutoLR, reference
+from hdet import AutoLR, reference
 from hdet.controllers import LevelController
 from hdet.controllers.base import Evidence
 from hdet.policy.rollback import Rollback
@@ -32,11 +32,6 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
 
 def by_default(model: nn.Module, optimizer: Optimizer, total_steps: int) -> AutoLR:
     return AutoLR(optimizer, model=model, total_steps=total_steps)
-
-
-def with_hold(model: nn.Module, optimizer: Optimizer, total_steps: int) -> AutoLR:
-    """Below 480 steps AutoLR finds the start of the decay up to a step late, unless it is told."""
-    return AutoLR(optimizer, model=model, total_steps=total_steps, adapt=Adapt(hold_share=0.3))
 
 
 def readable(model: nn.Module, optimizer: Optimizer, total_steps: int) -> reference.AutoLR:
@@ -90,7 +85,7 @@ def compared(make: Make, kind: str, **settings: Any) -> tuple[Run, Run]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(("seed", "total_steps"), [(0, 6), (1, 20), (2, 97), (3, 160)])
 def test_every_step_is_that_of_the_reference(kind: str, seed: int, total_steps: int) -> None:
-    compared(with_hold, kind, seed=seed, total_steps=total_steps)
+    compared(by_default, kind, seed=seed, total_steps=total_steps)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
@@ -115,7 +110,7 @@ ROLLBACKS = {"losses that jump": 2, "weights that are not finite": 1, "data that
 def test_in_hard_cases_too(name: str) -> None:
     kind, total_steps, noise, change = HARD[name]
     seed = 3 if "slope" in name else 8
-    real, want = compared(with_hold, kind, seed=seed, total_steps=total_steps, noise=noise, change=change)
+    real, want = compared(by_default, kind, seed=seed, total_steps=total_steps, noise=noise, change=change)
     assert real.scheduler.history[-1].num_rollbacks == ROLLBACKS.get(name, 0)
     anchor_moved = not np.allclose(want.scheduler.anchor, want.weights[0])
     assert anchor_moved == (name == "a loss that rises")

@@ -69,7 +69,7 @@ def test_a_broken_round_is_undone_until_the_budget_is_spent() -> None:
     (done,) = first.events
     assert done == (
         "the round that ended at step 10 was undone, because loss or weights were not finite: weights and optimizer "
-        "state are those of the last healthy round, and learning rates are multiplied by 0.5"
+        "state are those from the start of the last healthy round, and learning rates are multiplied by 0.5"
     )
     assert first.messages == (f"{done}. Later ones are in scheduler.history",)
     assert policy.steering.scales[0] == CUT

@@ -572,3 +572,11 @@ def test_a_schedule_that_was_loaded_first_is_continued_exactly(at: int) -> None:
     trained(first, at)
     saved = copy.deepcopy([part.state_dict() for part in first])
     assert trained(made(saved), 40) == trained(first, 40)
+
+
+def test_lion_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The one optimizer with which it has lost by far more than noise."""
+    with caplog.at_level(logging.INFO, logger="hdet"):
+        for make in (Lion, torch.optim.Adam):
+            AutoLR(make(net().parameters(), lr=1e-3), total_steps=100)
+    assert sum("with Lion, AutoLR ended" in text for text in caplog.messages) == 1

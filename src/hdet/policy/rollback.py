@@ -236,7 +236,8 @@ class Rollback:
         self.budget.take()
         done = (
             f"the round that ended at step {step} was undone, because {self.cause}: weights and optimizer state are "
-            "those of the last healthy round" + (f", and learning rates are multiplied by {CUT:g}" if is_cut else "")
+            "those from the start of the last healthy round"
+            + (f", and learning rates are multiplied by {CUT:g}" if is_cut else "")
         )
         messages = (f"{done}. Later ones are in scheduler.history",) if self.num_rollbacks == 1 else ()
         if not self.budget.spent or self.strict or self._warned:
