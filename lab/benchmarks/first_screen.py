@@ -1,4 +1,4 @@
-"""The README's headline and table of rivals, from the records that ``hdet bench`` has written.
+"""The README's headline, and its rivals, from the records that ``hdet bench`` has written.
 
 python lab/benchmarks/first_screen.py
 """
@@ -14,7 +14,6 @@ from hdet_lab.bench.records import load
 from hdet_lab.bench.suite import NOTHING_SET
 from hdet_lab.bench.summary import (
     AIM_NEAR,
-    COMPUTE,
     LABELS,
     SHARES,
     interval,
@@ -39,23 +38,18 @@ def rivals(records: Sequence[BenchRecord], current: Collection[str]) -> str:
     tasks = outside([task for record in records if record.half == "B" and (task := summarize(record)) is not None])
     shown = [method for method in LABELS if method in (*NOTHING_SET, *SHOWN)]
     # On fewer tasks means are not comparable.
-    found = [line for method in shown if (line := over_tasks(tasks, method)) and line.num_tasks == len(tasks)]
-    rows = []
-    for line in sorted(found, key=lambda line: line.mean):
-        label = marked(LABELS[line.method], line.method, tasks, current)
-        if line.method == "autolr":
-            label = f"**{label}**"
-            head = f"On {len(tasks)} small tasks AutoLR is **{percent(line.mean)}** above the best of a grid, 95% "
-            head += f"interval {interval(line.low, line.high)}."
-        center, worst = (
-            f"{percent(line.mean)} {interval(line.low, line.high)}",
-            f"{percent(line.worst)} ({line.worst_task})",
-        )
-        near = f"{line.near[SHARES.index(AIM_NEAR)]}/{line.num_tasks}"
-        rows.append(f"|{label}|{COMPUTE.get(line.method, '1')}|{center}|{near}|{worst}|")
-    heads = ["|method|runs|geometric mean|within 2%|worst task|", "|---|---|---|---|---|"]
-    lines = [head, "", *heads, *rows]
-    return "\n".join([*lines, *footnote(lines)]) + "\n"
+    found = {method: line for method in shown if (line := over_tasks(tasks, method)) and line.num_tasks == len(tasks)}
+    mine = found.pop("autolr")
+    near = f"{mine.near[SHARES.index(AIM_NEAR)]} of {len(tasks)}"
+    head = (
+        f"On {len(tasks)} tasks AutoLR is **{percent(mine.mean)}** above the best of a grid in the geometric mean, 95% "
+    )
+    head += f"interval {interval(mine.low, mine.high)}, and within 2% of it on {near}"
+    head += f"{marked('', 'autolr', tasks, current)}."
+    others = [
+        f"{LABELS[line.method]} {percent(line.mean)}" for line in sorted(found.values(), key=lambda line: line.mean)
+    ]
+    return "\n".join([head, "Others: " + ", ".join(others) + ".", *footnote([head])]) + "\n"
 
 
 def filled(text: str, name: str, new: str, *, script: str = "first_screen") -> str:
