@@ -16,7 +16,7 @@ def test_the_demo_trains_compares_and_reports(tmp_path: Path, capsys: pytest.Cap
     assert "2 replicas train a GPT" in said
     for name in ("OneCycleLR at 0.003", "AutoLR"):
         assert f"{name}: step 12/12, loss" in said
-    assert "Nobody told AutoLR a learning rate: against OneCycleLR at 0.003, its loss is" in said
+    assert "AutoLR was given no learning rate: against OneCycleLR at 0.003, its loss is" in said
     assert f"To be opened in a browser: {out}/report/report.html" in said
     html = (out / "report" / "report.html").read_text()
     for name, schedule in (("onecyclelr-at-0.003", "one-cycle"), ("autolr", "none")):

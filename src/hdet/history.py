@@ -227,7 +227,7 @@ class History:
         curve: the learning rates.
         sinks: called with each record.
         lowest: step, mean and standard error of the lowest mean held-out loss so far; None without a probe.
-        worse_since: that step, where the mean is above it beyond doubt by now; None where it is not.
+        worse_since: that step, where the mean is above it by more than its error by now; None where it is not.
         resumed_from: where the next round is the first after a resume on another number of replicas, that of before.
     """
 

@@ -104,7 +104,7 @@ class Run:
         """On this rank, since the last round ended."""
         self.evaluation = LossMeter()
         """Validation losses that this rank was given since."""
-        self._clock = Clock(slow_share if self.replicas.count > 1 else math.inf)  # nobody to wait for
+        self._clock = Clock(slow_share if self.replicas.count > 1 else math.inf)  # no other rank to wait for
         self.decay_steps = 0
         """Of a final decay that begins before its time, with the round that ended last; 0 for none."""
         self.upcoming = step + 1
@@ -369,7 +369,7 @@ class Run:
         And the same names at any time, so that a checkpoint can be read into the state of a run that has not begun.
         """
         if self.replicas.count == 1:
-            self.converge(-1)  # alone there is nobody to wait for, so a state is complete at any time
+            self.converge(-1)  # alone there is no other rank to wait for, so a state is complete at any time
         return {
             **self.policy.state_dict(),
             **self.replication.state_dict(),

@@ -24,7 +24,7 @@ class Evidence(NamedTuple):
             where no losses are known.
         update: size of an update, relative to that of the weights; None where it was not measured.
         level: what the scales started from.
-        progress: share of the time in which base values may move that has passed; None where nobody knows its length.
+        progress: share of the time in which base values may move that has passed; None where its length is unknown.
         whole: slope over the logarithm of all knobs at once, and its standard error, where that was measured.
         scales: where each knob's learned scale stands, shape (K,).
         trained: mean training loss of each replica, shape (N,), beside ``losses`` on held-out data; NaN where it has

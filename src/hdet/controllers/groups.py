@@ -16,7 +16,7 @@ FADE = 0.9
 DOUBT = 2.0
 """Standard errors of a difference that are taken for chance."""
 GAIN, STEP = 0.3, 0.2
-"""How far a scale moves for each standard error beyond doubt, halved; and at most in one round."""
+"""How far a scale moves for each significant standard error, halved; and at most in one round."""
 PULL = 0.02
 """What a round without evidence takes off a group's distance from the level."""
 FURTHEST = math.log(30)

@@ -108,7 +108,7 @@ class HDETCallback(Callback):
         if self._replaced or any(config.scheduler is hdet for config in configs):
             return
         self._replaced = True
-        hdet.finish()  # nobody steps it any more, so replicas would stay apart
+        hdet.finish()  # it is not stepped any more, so replicas would stay apart
         found = [type(config.scheduler).__name__ for config in configs]
         warnings.warn(
             f"HDETCallback ends at step {hdet.last_epoch}: the Trainer's schedule is {found or 'none'} now, no longer "

@@ -26,7 +26,7 @@ class Quarantine:
     """Finds replicas whose loss is far above the others'.
 
     What is usual is the larger of this round's deviation and the median of recent ones. Two replicas are equally far
-    from their median, so among them only recent rounds tell; so nobody is judged before four rounds are known.
+    from their median, so among them only recent rounds tell; so none is judged before four rounds are known.
 
     Args:
         threshold: robust standard deviations above the median.

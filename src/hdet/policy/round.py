@@ -342,7 +342,7 @@ class RoundPolicy:
         return mean, noise * math.sqrt(1 / NUM_FIRST + 1 / num_steps)
 
     def require_mean(self, healthy: BoolArray, step: int) -> None:
-        """Raise where there is nothing to average: nobody is healthy, or those who are not cannot be repaired."""
+        """Raise where there is nothing to average: no replica is healthy, or those that are not cannot be repaired."""
         if not self._has_mean(healthy):
             broken = np.flatnonzero(~healthy).tolist()
             who = f"all {len(healthy)} replicas" if not healthy.any() else f"ranks {broken}, which nobody else has,"

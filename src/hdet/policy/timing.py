@@ -38,7 +38,7 @@ def hold_start(total_steps: int, shape: Sequence[float] = ()) -> float:
     Args:
         total_steps: of the run.
         shape: the schedule's values in steps that divide the run evenly, the first and the last included; empty where
-            nobody knows.
+            it is unknown.
     """
     last = at = len(shape) - 1
     while at > 0 and shape[at - 1] > shape[at] * (1 + 1e-9):

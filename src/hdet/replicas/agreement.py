@@ -19,7 +19,7 @@ class Report(NamedTuple):
         total, weight: weighted sum of its losses, and the weights'.
         finite: whether its weights are.
         shapes, state: digests of what it would average, and of where its scheduler stands.
-        num_updates: calls of its optimizer in this round; 0 where nobody counts.
+        num_updates: calls of its optimizer in this round; 0 where they are not counted.
         asked: whether it was called for, by converge(), converged() or finish(), instead of ending a round.
         frozen: whether it was told to hold its scale.
         evaluation, num_evaluations: sum of the validation losses that it was given since, and how many.

@@ -60,7 +60,7 @@ def mean_(
 
     Returns:
         The Euclidean distance between this replica's floating-point values and the mean it received, as a 0-d tensor
-        that nobody has waited for.
+        that is not synchronised.
     """
     contributes = healthy[replicas.index]
     num_healthy = sum(healthy)

@@ -25,7 +25,7 @@ from hdet.weights.decay_path import DecayPath
 FADE = 0.85
 """Of one probe to the next, as for the learning rate."""
 GAIN, LIMIT, DOUBT = 0.1, 0.3, 1.0
-"""Of a probe: how far log(weight decay) goes for a standard error beyond doubt, how far at most, and what doubt is."""
+"""Of a probe: how far log(weight decay) goes for a significant standard error, how far at most, and what doubt is."""
 MAX_SHRINK = 0.1
 """Of the weights in one step: beyond, they are forgotten within ten."""
 DECOUPLED, COUPLED = (1e-4, 10.0, 0.1), (1e-6, 1.0, 1e-3)

@@ -102,7 +102,7 @@ def columns_of(parameter: Tensor, stride: int) -> Columns | None:
     most = min(stride, width // 2)
     if most < 2:
         return None
-    # The last columns of a row may be in nobody's share: as few as a slightly smaller stride can leave.
+    # The last columns of a row may be in no rank's share: as few as a slightly smaller stride can leave.
     return Columns(num_rows, width, min(range(most, 3 * most // 4, -1), key=lambda s: width % s), row)
 
 

@@ -39,7 +39,7 @@ SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-
 DRAWN = ("autolr", "adam", "nadamw", "schedule-free", "prodigy", "mechanic", "search-4", "search-8")
 
 _LABEL = """\
-The aims are meant for tasks that nobody has looked at (a half C), which do not exist yet. AutoLR's settings were looked
+The aims are meant for tasks that were never looked at (a half C), which do not exist yet. AutoLR's settings were looked
 at on every task here, half B too; defaults of rivals were chosen on half A alone. So the figures describe these tasks,
 and judge nothing about others."""
 _READING = """\

@@ -88,7 +88,7 @@ def _sentence(ends: dict[str, dict[str, Any]]) -> str:
     """What a stranger should take home."""
     (plain, by_hand), (_, found) = ((name, _loss(end)) for name, end in ends.items())
     return (
-        f"Nobody told AutoLR a learning rate: against {plain}, its loss is {found / by_hand - 1:+.1%}. "
+        f"AutoLR was given no learning rate: against {plain}, its loss is {found / by_hand - 1:+.1%}. "
         "In your own loop: scheduler = AutoLR(optimizer, total_steps=N), and scheduler.step(loss)."
     )
 

@@ -165,7 +165,7 @@ def _main_under_torchrun(options: TrainOptions, rank: int, num_replicas: int) ->
         console = Console(quiet=options.json or rank > 0)
         with RunBar(console, options.task, job.settings.steps or 1, quiet=console.quiet) as bar:
             end = replica(job, bar, Stop())
-        dist.barrier()  # rank 0 writes the checkpoint, and may host the store: nobody leaves before it is done
+        dist.barrier()  # rank 0 writes the checkpoint, and may host the store: no rank leaves before it is done
         return _tell(job, end, console, as_json=options.json) if rank == 0 else _STATUS[end["status"]]
     finally:
         with contextlib.suppress(Exception):

@@ -37,7 +37,7 @@ LARGE_WHEELS = {
     "sympy-1.13.3-py3-none-any.whl": "54612cf55a62755ee71824ce692986f23c88ffa77207b30c1368eda4a7060f73",
     "transformers-4.46.3-py3-none-any.whl": "a12ef6f52841fd190a3e5602145b542d03507222f2c64ebb7ee92e8788093aef",
 }
-"""For models that would learn :data:`WHEELS` by heart."""
+"""For models that would memorise :data:`WHEELS`."""
 TEXT_SHA256 = "50f3b9f9d48d302f2846671d466757628b8536c616ecdc3849a597cfb32d0688"
 LARGE_TEXT_SHA256 = "4dc9794d9efa40fcf46c121a2f0c9ba221f1043d454fec8dee7ceae8d8169713"
 

@@ -160,7 +160,7 @@ def read_table(data: Path, name: str, *, delimiter: str | None = None, check: bo
 def _diabetes(name: str, data: str | Path, *, check: bool, **options: Any) -> TabularTask:
     inputs = read_table(Path(data), "diabetes_data_raw.csv.gz", check=check)
     targets = read_table(Path(data), "diabetes_target.csv.gz", check=check)
-    # A larger model, or a longer run, learns the 354 training rows by heart.
+    # A larger model, or a longer run, memorises the 354 training rows.
     small = {"widths": (64, 64), "batch_rows": 32, "total_steps": 300}
     return TabularTask(name, inputs, targets, **{**small, **options})
 

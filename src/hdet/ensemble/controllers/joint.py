@@ -40,7 +40,7 @@ class JointController:
     units of the recent rounds' standard deviation. Rounds are added up, an older one with ``smoothing`` times the
     weight of the next, so that knobs which few replicas cannot tell apart in one round are separated over several, as
     their assignments change. A knob that is not separated yet stays where it is. With b the slopes, z = b / standard
-    error, and z' what of z - z0 is beyond doubt:
+    error, and z' the significant part of z - z0:
 
     .. math:: h \leftarrow h + \mathrm{clip}(-\kappa z' / 2, -\text{step}, +\text{step}) \quad (12)
 

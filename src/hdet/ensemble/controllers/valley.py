@@ -25,7 +25,7 @@ class ValleyController:
     window narrows; where the best is at an end of the window, the base goes there and the window stays as wide. After
     the last round that may move anything, the window is closed: all replicas train at the base value.
 
-    What regularises pays off late, by what the model would learn by heart until then. Of that there is a sign: the gap
+    What regularises pays off late, by what the model would memorise until then. The sign of that is the gap
     by which the best replica's held-out loss is above its training loss. If it grows as the run does, it will grow by
     (1 - progress) / progress of itself; among replicas whose losses are above the lowest by less than that, the one
     with the highest value counts as the best. Without training losses it is half of ``patience`` times what is left.
