@@ -133,7 +133,7 @@ def draw(run: Curves, ax: Axes | None = None) -> Axes:
         try:
             from matplotlib import pyplot as plt
         except ImportError as error:
-            raise ImportError("plot() needs matplotlib, which is not installed; pip install 'hdet[plot]'") from error
+            raise ImportError("plot() needs matplotlib, which is not installed; pip install matplotlib") from error
         ax = plt.subplots(layout="constrained")[1]
     steps, bases = run.steps, run.bases()
     for place, (k, same) in enumerate(distinct(bases).items()):

@@ -200,7 +200,7 @@ class Scheduler:
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the learning rate (logarithmic) and the loss (on a twin of the axes) over steps.
 
-        Needs ``pip install 'hdet[plot]'``.
+        Needs matplotlib.
 
         Args:
             ax: axes of matplotlib to draw into; default those of a new figure.

@@ -232,7 +232,7 @@ def _as_path(value: str | os.PathLike[str], name: str) -> Path:
 
 
 def _missing(package: str) -> ImportError:
-    return ImportError(f"this sink needs {package}, which is not installed; pip install 'hdet[sinks]'")
+    return ImportError(f"this sink needs {package}, which is not installed; pip install {package}")
 
 
 def as_json(value: Any) -> Any:

@@ -198,17 +198,17 @@ def test_mlflow_local(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "package"), [(TensorBoardSink, "tensorboard"), (WandbSink, "wandb"), (MLflowSink, "mlflow")]
 )
-def test_a_missing_package_names_its_extra(make: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_says_what_to_install(make: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"needs {package}.*pip install 'hdet\[sinks\]'"):
+    with pytest.raises(ImportError, match=rf"needs {package}.*pip install {package}"):
         make("x")
 
 
 @pytest.mark.parametrize("name", ["lightning", "transformers", "accelerate"])
-def test_a_missing_framework_names_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_framework_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = [module for module in sys.modules if module.startswith((f"{name}.", "pytorch_lightning"))]
     for module in (name, *loaded):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"hdet.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=rf"needs {name}.*pip install 'hdet\[{name}\]'"):
+    with pytest.raises(ImportError, match=rf"needs {name}.*pip install {name}"):
         importlib.import_module(f"hdet.integrations.{name}")

@@ -18,7 +18,7 @@ try:
     from accelerate import Accelerator
     from accelerate.scheduler import AcceleratedScheduler
 except ImportError as error:
-    raise missing("accelerate", "accelerate") from error
+    raise missing("accelerate") from error
 
 
 class HDETScheduler:

@@ -29,9 +29,9 @@ def steps_beside(scheduler: Scheduler) -> bool:
     return not isinstance(scheduler, LRScheduler)
 
 
-def missing(package: str, extra: str) -> ImportError:
+def missing(package: str) -> ImportError:
     """The error for an optional dependency that is not installed."""
-    return ImportError(f"this needs {package}, which is not installed; pip install 'hdet[{extra}]'")
+    return ImportError(f"this needs {package}, which is not installed; pip install {package}")
 
 
 class Setup:

@@ -26,7 +26,7 @@ try:
         from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
         from lightning.pytorch.utilities.types import LRSchedulerConfig
 except ImportError as error:
-    raise missing("lightning", "lightning") from error
+    raise missing("lightning") from error
 
 
 class HDETCallback(Callback):

@@ -15,7 +15,7 @@ from hdet.scheduler import Scheduler
 try:
     from transformers import TrainerCallback
 except ImportError as error:
-    raise missing("transformers", "transformers") from error
+    raise missing("transformers") from error
 
 
 _NEEDED = ("create_scheduler", "training_step", "_maybe_log_save_evaluate", "log")
