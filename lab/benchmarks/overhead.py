@@ -3,6 +3,7 @@
 python lab/benchmarks/overhead.py            # the tables of lab/benchmarks/README.md
 python lab/benchmarks/overhead.py --json     # the same for machines
 python lab/benchmarks/overhead.py --cuda     # a GPT of 124M parameters with AutoLR and without, on a GPU, and the syncs
+python lab/benchmarks/overhead.py --cuda --checksum     # what ranks compare their weights by, alone; --large on the CPU
 python lab/benchmarks/overhead.py --cuda --layers 24 --width 1024 --batch 8 --interval 50     # another model
 """
 
@@ -25,6 +26,7 @@ from hdet import Adapt, AutoLR, Copies, Ensemble, Faults, OneCycleAutoLR
 from hdet.launch import launch
 from hdet.replicas import average as converge_module
 from hdet.replicas.average import mean_
+from hdet.replicas.fork import WeightsSum
 from hdet.replicas.group import Replicas
 
 NUM_TENSORS, NUM_PARAMETERS = 300, 10_000_000
@@ -281,6 +283,35 @@ def measure_large(args: argparse.Namespace, device: str) -> list[dict[str, Any]]
     return rows
 
 
+def measure_checksum(args: argparse.Namespace, device: str) -> dict[str, Any]:
+    """The checksum by which ranks notice that their weights differ, once a round, against a plain step."""
+    run = Training(args, device)
+    for _ in range(3):
+        run.step()
+    parameters = list(run.model.parameters())
+    sums = WeightsSum(lambda: parameters, run.optimizer, Replicas(None))
+
+    def checksum() -> None:
+        sums.start()
+        sums.read()
+
+    step_s, sum_s = [], []
+    for _ in range(max(args.rounds, 5)):
+        for times, each in ((step_s, run.step), (sum_s, checksum)):
+            _wait(device)
+            started = time.perf_counter()
+            each()
+            _wait(device)
+            times.append(time.perf_counter() - started)
+    step, own = statistics.median(step_s), statistics.median(sum_s)
+    return {
+        "parameters, M": round(sum(p.numel() for p in parameters) / 1e6, 1),
+        "plain step, ms": round(step * 1e3, 2),
+        "checksum, ms": round(own * 1e3, 3),
+        f"share of a round of {args.interval} steps": round(own / (args.interval * step), 6),
+    }
+
+
 def _allocated(device: str) -> int:
     if device != "cuda":
         return 0
@@ -321,9 +352,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the large model, default {default}")
     parser.add_argument("--large", action="store_true", help="the large model on the CPU, too: a rehearsal of --cuda")
     parser.add_argument("--processes", action="store_true", help="with --cuda: converges of two and four processes too")
+    parser.add_argument("--checksum", action="store_true", help="of the large model, its checksum alone")
     args = parser.parse_args()
     device = "cuda" if args.cuda else "cpu"
     found: dict[str, Any] = {"torch": torch.__version__, "device": device}
+    if args.checksum:
+        found |= {"gpu": torch.cuda.get_device_name()} if args.cuda else {}
+        print(json.dumps(found | measure_checksum(args, device)))
+        return
     if args.cuda:
         found["gpu"] = torch.cuda.get_device_name()
         found["steps between converges without a host synchronisation"] = {

@@ -15,6 +15,7 @@ from hdet.controllers import Controller
 AnchorChoice = Literal["start", "round"] | int
 Groups = Literal["together", "each", "auto"]
 Shape = Literal["free", "keep"]
+OnFork = Literal["raise", "repair", "warn"]
 Device = torch.device | str | None
 
 
@@ -172,7 +173,18 @@ class Faults(Options):
             median absolute deviation, of this round and of recent ones); None for never. 20 does not fire on healthy
             noise.
         skip_nonfinite: take the gradient out of a step when any of it is not finite, on the device and without
-            waiting for it. One pass over the gradients in every step.
+            waiting for it. One pass over the gradients in every step; where several ranks share gradients, which have
+            to drop them together, also an all-reduce of one number in every step.
+        on_fork: what is done where ranks that should hold equal weights do not, which is found at the end of a round
+            by a checksum of their bits. ``"raise"``: an error on every rank, with the ranks that differ and the first
+            parameter in which they do; nothing has changed. ``"repair"``: a warning with the same text, and those ranks
+            receive weights and optimizer state of one that most agree with; where as many agree as do not, of the
+            lowest. ``"warn"``: that warning, once, for ranks that are meant to differ, and all that a scheduler with
+            ``act=False`` does. The default is an error: most
+            forks are mistakes of a script (parameters whose gradients nobody averages), which show in the first step;
+            a later one is a device that computes or remembers wrongly, whose gradients have gone into all ranks'
+            weights too. On a thousand GPUs it has to be named and replaced, and a restart from the last checkpoint
+            loses minutes; a repair would go on with it.
         freeze_file: a path that is looked for when a round ends: once it exists on any rank, the scale holds still from
             there on, as by :meth:`AutoLR.freeze`. ``touch`` it to stop AutoLR, but not the training.
 
@@ -188,6 +200,7 @@ class Faults(Options):
     quarantine: float | None = None
     skip_nonfinite: bool = False
     freeze_file: str | os.PathLike[str] | None = None
+    on_fork: OnFork = "raise"
 
     def __post_init__(self) -> None:
         require(self.rollback is None or is_flag(self.rollback), "rollback", "None, True or False", self.rollback)
@@ -198,6 +211,7 @@ class Faults(Options):
         require(is_flag(self.skip_nonfinite), "skip_nonfinite", "True or False", self.skip_nonfinite)
         fine = self.freeze_file is None or isinstance(self.freeze_file, (str, os.PathLike))
         require(fine, "freeze_file", "None or a path", self.freeze_file)
+        require_one_of("on_fork", self.on_fork, "raise", "repair", "warn")
 
     def facts(self) -> dict[str, str]:
         return {name: fact for name, fact in super().facts().items() if name != "freeze_file"}

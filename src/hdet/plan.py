@@ -310,6 +310,7 @@ class Plan:
             step=step,
             skip_nonfinite=faults.skip_nonfinite and self.act,
             freeze_file=faults.freeze_file,
+            on_fork=faults.on_fork if self.act else "warn",
         )
 
     def _make_signals(

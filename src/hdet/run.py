@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import LARGEST, FloatArray, mapping_of, numbers_of, shown, whole_of
+from hdet.checks import LARGEST, BoolArray, FloatArray, mapping_of, numbers_of, shown, whole_of
 from hdet.history import History, RoundRecord
+from hdet.options import OnFork
 from hdet.policy.quarantine import QuarantineState, pack_quarantine
 from hdet.policy.rollback import NO_ROLLBACK
 from hdet.policy.round import RoundPolicy, Seen
 from hdet.policy.steering import Steering
 from hdet.replicas.agreement import Report, Reports, exchange
+from hdet.replicas.fork import Checksum, Fork, WeightsSum, described
 from hdet.replicas.group import Replicas
 from hdet.replication import Equal
 from hdet.signals.base import Reading, Signal, merged
@@ -60,6 +63,7 @@ class Run:
         step: optimizer steps already taken.
         skip_nonfinite: take gradients that are not finite out of a step.
         freeze_file: once it exists, the scale holds still.
+        on_fork: what is done where replicas should be equal and are not.
 
     The policy's ``acts`` says whether any of this touches weights, gradients and learning rates.
     """
@@ -78,6 +82,7 @@ class Run:
         step: int,
         skip_nonfinite: bool = False,
         freeze_file: str | os.PathLike[str] | None = None,
+        on_fork: OnFork = "raise",
     ) -> None:
         self.lock = threading.RLock()
         """Held by whatever changes the state, so that another thread may save it in the meantime."""
@@ -97,6 +102,9 @@ class Run:
         self.active = replication.differs or any(not signal.compares for signal in signals)
         self.counts_updates = self.active and self.replicas.group is not None
         self.losses = RoundLosses(self.replicas, updates_alike=replication.shared_gradients)
+        self.forks: Forks | None = None
+        if self.replicas.group is not None and not replication.differs:
+            self.forks = Forks(self.weights, on_fork)
         self.history = History()
         self.acts = policy.acts
         self.freeze_file = freeze_file
@@ -218,7 +226,7 @@ class Run:
         with self.replicas.telling_others(step):
             self._clock.start()
             self._begin()  # a GradScaler may have skipped every step so far
-            reports = self._meet(step, acting=self.policy.is_acting(step))
+            reports, fork = self._meet(step, acting=self.policy.is_acting(step))
             reading = merged([signal.drain() for signal in self.signals])
             schedule = np.array([float(value) for value in self.lrs.of_all(scheduled)])
             verdict = self.policy.end_round(self._seen(step, reports, reading, schedule, last=last, left=left))
@@ -230,6 +238,8 @@ class Run:
                 self.undo.restore()
                 self.replication.restart(step, last=last)
             else:
+                if fork is not None and self.forks is not None:
+                    self.forks.repair(fork)
                 distance, averaged = self.replication.end_round(step, verdict, last=last)
                 if verdict.keep and self.undo is not None:
                     self.undo.keep()
@@ -243,6 +253,8 @@ class Run:
             if last:
                 self.replication.end()
             self.update()
+            if self.forks is not None and self.forks.event:
+                verdict = replace(verdict, events=(*verdict.events, self.forks.event))
             record = RoundRecord.of(
                 verdict,
                 self.steering,
@@ -292,26 +304,35 @@ class Run:
             rates=np.array([rates[knob] for knob in sorted(rates)]),
         )
 
-    def _meet(self, step: int, *, acting: bool = False, asked: bool = False) -> Reports:
+    def _meet(self, step: int, *, acting: bool = False, asked: bool = False) -> tuple[Reports, Fork | None]:
         """Find out whether replicas can go on together, and bring to all what each has seen. Collectives.
+
+        Also returns which of them have to be repaired, because their weights differ from the others'.
 
         ``acting``: whether a controller is going to act on it. ``asked``: whether it is in the middle of a round.
         """
         for signal in self.signals if acting else ():
             signal.measure(self.replication.training_at_base())
         self.weights.refuse_join(step)
+        if self.forks is not None:
+            self.forks.sums.start()  # before anything waits for the device
         total, weight = self.losses.meter.drain()
         if self.freeze_file is not None and not self.policy.frozen:
             self.asked_to_freeze = self.asked_to_freeze or os.path.exists(self.freeze_file)
         shapes, finite, state = self.replication.digest(), self.weights.is_healthy(), self.policy.digest()
+        checksum = Checksum() if self.forks is None else self.forks.sums.read()
         updates, told = self.losses.num_updates, (self.asked_to_freeze, *self.evaluation.drain())
         reports = exchange(
             self.replicas,
-            Report(step, total, weight, finite, shapes, state, updates, asked, *told),
+            Report(step, total, weight, finite, shapes, state, updates, asked, *told, *checksum),
             losses_required=acting and any(signal.needs_losses for signal in self.signals),
             updates_alike=self.losses.updates_alike,
             num_steps=self.policy.num_steps(step),
         )
+        fork = None
+        if self.forks is not None:
+            counted = self.policy.counted(reports.losses, reports.finite)
+            fork = self.forks.find(reports, counted, step)
         self.losses.share(reports)
         if not self.lrs.joined_alike:
             # Each has taken up new param groups by its own learning rates, which differ.
@@ -320,7 +341,7 @@ class Run:
         for signal in self.signals:
             if not (asked and signal.only_at_end):
                 signal.share(self.replicas, reports.losses)
-        return reports
+        return reports, fork
 
     # -- a mean in mid-round ------------------------------------------------------------------------------------
 
@@ -332,10 +353,12 @@ class Run:
 
     def _converge(self, step: int) -> None:
         with self.replicas.telling_others(step):
-            finite = self._meet(step, asked=True).finite
+            reports, fork = self._meet(step, asked=True)
+            if fork is not None and self.forks is not None:
+                self.forks.repair(fork)
             if self.replication.differs:
-                self.policy.require_mean(finite, step)
-                self.replication.converge(step, finite, self.signals)
+                self.policy.require_mean(reports.finite, step)
+                self.replication.converge(step, reports.finite, self.signals)
 
     @contextmanager
     def converged(self, step: int) -> Iterator[None]:
@@ -703,6 +726,51 @@ class Undo:
         """After a resume; ``centre``: the weights to go back to, where they are not those at hand."""
         self.snapshot.forget()
         self._loaded = None if centre is None else {key: t.clone() for key, t in centre.items()}
+
+
+class Forks:
+    """Notices replicas that should hold equal weights and do not, and does what it was told to.
+
+    Args:
+        weights: that should be equal.
+        choice: what is done about it.
+    """
+
+    def __init__(self, weights: Weights, choice: OnFork) -> None:
+        self.weights = weights
+        self.choice = choice
+        self.sums = WeightsSum(weights.moved, weights.optimizer, weights.replicas)
+        self._told = False
+        self.event = ""
+        """What was found at the end of this round, in plain English."""
+
+    def find(self, reports: Reports, counted: BoolArray, step: int) -> Fork | None:
+        """Who has to be repaired. Raises, or warns, where it was told to; nothing has changed then."""
+        self.event = ""
+        if self.choice == "warn" and self._told:
+            return None
+        fork = self.sums.find_fork(reports.checksums, np.repeat(counted, self.weights.replicas.num_parts))
+        if fork is None:
+            return None
+        first = self.sums.compared()[fork.parameter : fork.parameter + 1]
+        text = described(fork, self.weights.name_of(first[0][0]) if first else "the order of values", step)
+        if self.choice == "raise":
+            raise RuntimeError(
+                f"ranks that share gradients must hold equal weights, but {text}. Either nobody averages the gradients "
+                "of that parameter, or something has written it on some ranks alone, or the device of such a rank is "
+                "faulty. Nothing was changed: resume from a checkpoint. Faults(on_fork='repair') copies from a rank "
+                "that others agree with; where ranks are meant to differ, pass Faults(on_fork='warn')"
+            )
+        self._told = True
+        self.event = text
+        repaired = (
+            "; copied from a rank that others agree with" if self.choice == "repair" else ". This is not repeated"
+        )
+        warnings.warn(text + repaired, stacklevel=6)
+        return fork if self.choice == "repair" else None
+
+    def repair(self, fork: Fork) -> None:
+        self.sums.repair(fork)
 
 
 class Clock:

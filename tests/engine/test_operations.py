@@ -321,8 +321,9 @@ def test_a_replica_whose_loss_explodes_is_left_out_and_restarted() -> None:
 
 
 def _corrupted() -> dict[str, Any]:
-    run = _Run("gradient", faults=[Fault("explode", 1, 9 * T)], steps=12 * T, quarantine=20)
-    run.advance(9 * T)
+    """It shows in the loss before the round ends: one that shows in the weights alone is a fork."""
+    run = _Run("gradient", faults=[Fault("explode", 1, 9 * T + 1)], steps=12 * T, quarantine=20)
+    run.advance(9 * T + 1)
     apart = everyone(run.flat().tolist())
     run.advance()
     return {

@@ -286,6 +286,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         {
             "rollback": [None, *FLAG], "max_rollbacks": [0, 20], "strict_rollbacks": FLAG, "quarantine": [None, 20.0],
             "skip_nonfinite": FLAG,
+            "on_fork": ["raise", "repair", "warn"],
         },
         "",
     ),

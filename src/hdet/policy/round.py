@@ -376,6 +376,13 @@ class RoundPolicy:
         except BrokenError:
             return True
 
+    def counted(self, losses: FloatArray, finite: BoolArray) -> BoolArray:
+        """Who will not be left out of a round with these losses. Changes nothing."""
+        if self.quarantine is None:
+            return finite
+        given = np.where(finite & (np.abs(losses) <= LARGEST_LOSS), losses, np.nan)
+        return finite & ~self.quarantine.update(self.quarantine_state, given)[1]
+
     def _exploded(self, losses: FloatArray) -> BoolArray:
         if self.quarantine is None:
             return np.zeros(len(losses), dtype=bool)

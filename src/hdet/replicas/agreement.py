@@ -23,6 +23,7 @@ class Report(NamedTuple):
         asked: whether it was called for, by converge(), converged() or finish(), instead of ending a round.
         frozen: whether it was told to hold its scale.
         evaluation, num_evaluations: sum of the validation losses that it was given since, and how many.
+        whole, part, place: the :class:`~hdet.replicas.fork.Checksum` of its weights; zeros where none is taken.
     """
 
     step: int
@@ -36,6 +37,9 @@ class Report(NamedTuple):
     frozen: bool = False
     evaluation: float = 0.0
     num_evaluations: float = 0.0
+    whole: int = 0
+    part: int = 0
+    place: int = 0
 
 
 class Reports(NamedTuple):
@@ -47,6 +51,7 @@ class Reports(NamedTuple):
         num_updates: calls of the optimizer.
         frozen: whether any was told to hold its scale.
         evaluation: the mean of the validation losses that any was given; NaN without.
+        checksums: of the weights, a row for each process.
     """
 
     totals: FloatArray
@@ -56,6 +61,7 @@ class Reports(NamedTuple):
     num_updates: FloatArray
     frozen: bool
     evaluation: float
+    checksums: FloatArray
 
 
 def exchange(
@@ -123,4 +129,5 @@ def exchange(
     num_evaluations = float(found["num_evaluations"].sum())
     evaluation = float(found["evaluation"].sum()) / num_evaluations if num_evaluations else math.nan
     frozen, finite = bool(found["frozen"].any()), found["finite"].min(axis=1) > 0
-    return Reports(totals, weights, losses, finite, num_updates, frozen, evaluation)
+    checksums = np.stack([found[name].flatten() for name in ("whole", "part", "place")], axis=1)
+    return Reports(totals, weights, losses, finite, num_updates, frozen, evaluation, checksums)

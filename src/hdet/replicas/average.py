@@ -100,7 +100,7 @@ def mean_(
         if contributes:
             _pack(pieces, views, flat)
         else:
-            flat.fill_(torch.iinfo(dtype).min if is_integer else 0)
+            flat.fill_(torch.iinfo(dtype).min if is_integer else -0.0)  # the only number that changes no other's sign
         if share != 1 and not is_integer:
             flat.mul_(share)
         in_flight.append(_Bucket(buffer, pieces, views, _all_reduce(flat, replicas)))

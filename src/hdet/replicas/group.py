@@ -42,7 +42,7 @@ class Replicas:
         self.num_parts = math.prod(dist.get_world_size(part) for part in self.parts)
         self.index = dist.get_rank(group) if group is not None else 0
         self.count = dist.get_world_size(group) if group is not None else 1
-        self.device = _collective_device(group) if group is not None else torch.device("cpu")
+        self.device = collective_device(group) if group is not None else torch.device("cpu")
         self._device_types = {device.type for device in group._device_types} if group is not None else set()
         self.holds_all_parameters = True
         """Whether each of them holds all that it trains; False where members of the group are shards of one model."""
@@ -222,7 +222,7 @@ def _store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _collective_device(group: dist.ProcessGroup) -> torch.device:
+def collective_device(group: dist.ProcessGroup) -> torch.device:
     """Where small collectives live: the host if the backend can, else the accelerator."""
     types = {device.type for device in group._device_types}
     if "cpu" in types:

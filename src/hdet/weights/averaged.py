@@ -41,6 +41,21 @@ class Weights:
         """What the learning rate moves: the optimizer's parameters, in its order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def moved(self) -> list[Tensor]:
+        """The optimizer's parameters that train or have trained in this round."""
+        return [p for p in self.anchored() if p.requires_grad or id(p) in self._trainable]
+
+    def name_of(self, parameter: Tensor) -> str:
+        """For a message: as the model or the optimizer calls it, else by its place."""
+        names = {id(p): name for name, p in self.model.named_parameters()} if self.model is not None else {}
+        for k, group in enumerate(self.optimizer.param_groups):
+            named = group.get("param_names") or [""] * len(group["params"])
+            for i, (p, name) in enumerate(zip(group["params"], named, strict=False)):
+                if p is parameter:
+                    called = names.get(id(p)) or name
+                    return f"{called!r}" if called else f"parameter {i} of param group {k}, of shape {tuple(p.shape)}"
+        return "a parameter that has left the optimizer"
+
     def averaged(self) -> list[Tensor]:
         """What trains or has trained in this round, and the buffers."""
         self.reshard()
