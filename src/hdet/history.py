@@ -261,6 +261,18 @@ class History:
         for sink in self.sinks:
             sink(record)
 
+    def remember(self) -> tuple[Any, ...]:
+        """What :meth:`write` changes."""
+        last = self._records[-1] if self._records else None
+        return last, self.curve.state_dict(), self.lowest, self.worse_since, self.resumed_from
+
+    def put_back(self, before: tuple[Any, ...]) -> None:
+        """As it was at :meth:`remember`."""
+        last, curve, self.lowest, self.worse_since, self.resumed_from = before
+        self.curve.steps, self.curve.values = curve["steps"], curve["values"]
+        if self._records and self._records[-1] is not last:
+            self._records.pop()
+
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

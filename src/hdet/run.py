@@ -279,6 +279,23 @@ class Run:
             self.history.write(record)
         return True
 
+    def remember(self) -> tuple[Any, ...]:
+        """What the end of a round replaces, to go back to where that is interrupted."""
+        policy = self.policy
+        facts = self.replication.finished, self.asked_to_freeze, self.decay_steps
+        return policy.state_dict(), policy.acting, self.history.remember(), facts
+
+    def put_back(self, before: tuple[Any, ...]) -> None:
+        """The round has not ended. What it has shown may be lost in part; weights are healthy ones as a whole."""
+        state, acting, history, facts = before
+        if self.undo is not None and self.undo.restoring:
+            self.undo.restore()
+        self.policy.load_state_dict(state)
+        self.policy.acting = acting
+        self.history.put_back(history)
+        self.replication.finished, self.asked_to_freeze, self.decay_steps = facts
+        self.update()
+
     def _seen(
         self, step: int, reports: Reports, reading: Reading, schedule: FloatArray, *, last: bool, left: float
     ) -> Seen:
@@ -690,6 +707,8 @@ class Undo:
         self._num_rounds = 0
         self._loaded: dict[int, Tensor] | None = None
         self._told_of_steps = False
+        self.restoring = False
+        """Whether it is on its way back, or was interrupted there."""
 
     def before_first_step(self) -> None:
         """Keep what training starts from; after a resume, the centre that was loaded."""
@@ -713,7 +732,9 @@ class Undo:
 
     def restore(self) -> None:
         """Go back."""
+        self.restoring = True
         self.snapshot.restore(self.weights.kept(), self.optimizer)
+        self.restoring = False
 
     def add(self) -> None:
         """Parameters that join in mid-run go back to where they are now."""

@@ -52,7 +52,11 @@ class Schedule(Protocol):
         lrs: what the schedule alone gives the param groups that it knows.
         first_lr: to the first of them, for groups that join.
         counter, counted: what counts the steps of a schedule inside it, and how far it was; None where there is none.
+        inside: torch's schedules that it steps, whose attributes a step replaces.
     """
+
+    @property
+    def inside(self) -> Sequence[Any]: ...
 
     @property
     def step(self) -> int: ...
@@ -104,6 +108,7 @@ class Wrapped:
         self.cooling: Cooldown | None = None
         self.planned_steps: float = math.inf if total_steps is None else total_steps
         parts = parts_of(schedule)
+        self.inside = all_of(schedule)
         self.counter = _counter_of(schedule)
         self.step = self.counted = self._count()
         self.base_lrs = [float(lr) for lr in parts[0].base_lrs]

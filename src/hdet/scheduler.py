@@ -62,6 +62,9 @@ class Scheduler:
     def step(self, loss: Loss | None = None) -> None:
         """Advance the schedule by one optimizer step; end the round when it is due.
 
+        It is taken as a whole or not at all: whatever interrupts it, Ctrl-C or an error, leaves scheduler, schedule and
+        learning rates where they were before. A round that was to end then ends with the next call.
+
         Args:
             loss: this rank's loss of the step, as a number or a one-element float tensor on any device. It is not read
                 before the round ends. Optional where :meth:`observe` is used, or where nothing is learned from losses.
@@ -82,19 +85,24 @@ class Scheduler:
                 for signal in run.observers:
                     signal.observe(loss, 1.0)
             last = step == schedule.total_steps
-            ended = (last or run.is_due(step)) and run.end_round(
-                step, schedule.lrs, last=last, left=schedule.total_steps - step
-            )
-            moved = schedule.advance(run.lrs)
-            if ended:
-                self._after_round()
-            run.upcoming = step + 1
-            if run.policy.level is not None and run.policy.follow(step):
-                run.lrs.update()
-            if moved:
-                self._write_lrs(schedule.lrs)
-            elif ended:
-                self._refresh()
+            due = last or run.is_due(step)
+            before = Before(self, ends_round=due)
+            try:
+                left = schedule.total_steps - step
+                ended = due and run.end_round(step, schedule.lrs, last=last, left=left)
+                moved = schedule.advance(run.lrs)
+                if ended:
+                    self._after_round()
+                run.upcoming = step + 1
+                if run.policy.level is not None and run.policy.follow(step):
+                    run.lrs.update()
+                if moved:
+                    self._write_lrs(schedule.lrs)
+                elif ended:
+                    self._refresh()
+            except BaseException:
+                before.put_back()
+                raise
 
     def _after_round(self) -> None:
         """A round has ended, and the schedule has advanced."""
@@ -445,6 +453,45 @@ def _working_on(optimizer: Optimizer) -> Any:
     if other is None or other._run.finished or other.last_epoch == other.total_steps:
         return None
     return other
+
+
+class Before:
+    """A scheduler before a step, to go back to where that is interrupted.
+
+    Shallow copies of what a step replaces: in every step there is no time for more.
+
+    Args:
+        scheduler: that is going to take a step.
+        ends_round: whether a round may end with it.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, ends_round: bool) -> None:
+        run, schedule = scheduler._run, scheduler._schedule
+        self._scheduler = scheduler
+        self._groups = groups = scheduler.optimizer.param_groups
+        self._in_groups = [group.copy() for group in groups]
+        self._objects: list[Any] = [scheduler, schedule, *schedule.inside]
+        self._in_objects = [each.__dict__.copy() for each in self._objects]
+        self._upcoming, self._warmup = run.upcoming, run.steering.warmup
+        self._round = run.remember() if ends_round else None
+
+    def put_back(self) -> None:
+        run, optimizer = self._scheduler._run, self._scheduler.optimizer
+        optimizer.param_groups = self._groups  # a schedule is shown those that it knows
+        for group, values in zip(self._groups, self._in_groups, strict=True):
+            group.update(values)
+        for each, values in zip(self._objects, self._in_objects, strict=True):
+            inside = each.__dict__
+            inside.update(values)
+            for name in [name for name in inside if name not in values]:
+                del inside[name]
+        if self._round is not None:
+            run.put_back(self._round)
+        run.upcoming, run.steering.warmup = self._upcoming, self._warmup
+        run.lrs.update()
+        for group, lr in zip(self._groups, self._scheduler._last_lr, strict=False):
+            if isinstance(group["lr"], Tensor):  # written in place
+                write_lr(group, lr)
 
 
 class LoopChecks:

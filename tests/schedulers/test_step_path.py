@@ -73,7 +73,7 @@ def test_a_step_between_rounds_calls_little(make: Callable[[int], Any]) -> None:
         scheduler, loss = make(num_groups), nn.Parameter(torch.ones(())) * 2.0
         scheduler.step(loss)
         counts.append(len(calls_of(lambda: scheduler.step(loss))))  # noqa: B023 - called at once
-    assert max(counts) <= 11
+    assert max(counts) <= 12
     assert counts[0] == counts[1]
 
 

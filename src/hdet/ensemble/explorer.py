@@ -250,6 +250,7 @@ class Fixed:
 
     counter = None
     counted = 0
+    inside = ()
 
     def __init__(self, optimizer: Optimizer, total_steps: int | None, *, explores_lr: bool) -> None:
         self.optimizer = optimizer

@@ -317,6 +317,7 @@ class OneCycle:
 
     counter = None
     counted = 0
+    inside = ()
 
     def __init__(self, scheduler: OneCycleAutoLR) -> None:
         self._scheduler: OneCycleAutoLR = weakref.proxy(scheduler)

@@ -1,0 +1,197 @@
+"""Ctrl-C inside ``step()``, at every line of it: the step is taken as a whole or not at all, and training goes on."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    OneCycleLR,
+    SequentialLR,
+    StepLR,
+)
+
+import hdet
+from hdet import Adapt, AutoLR, Faults, OneCycleAutoLR
+
+HERE = (str(Path(hdet.__file__).parent), str(Path(torch.__file__).parent / "optim" / "lr_scheduler.py"))
+TOTAL = 100_000
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the ``at``-th line of hdet and of torch's schedules, once."""
+
+    def __init__(self, at: int) -> None:
+        self.left, self.struck = at, ""
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(HERE):
+            return None
+        if event == "line" and not self.struck:
+            self.left -= 1
+            if self.left == 0:
+                self.struck = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self
+
+
+class Setting:
+    """One parameter, and a scheduler of it."""
+
+    def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], Any], lr: Any = 0.01) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
+        self.make = make
+        self.scheduler = make(self.model, self.optimizer)
+
+    def train(self, interrupt: Interrupt | None = None) -> None:
+        """A step of the optimizer, and that of the scheduler, which may be interrupted."""
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.step(loss.item(), interrupt)
+
+    def step(self, loss: float, interrupt: Interrupt | None) -> None:
+        sys.settrace(interrupt)
+        try:
+            self.scheduler.step(loss)
+        except KeyboardInterrupt:
+            assert interrupt is not None
+        finally:
+            sys.settrace(None)
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        assert lrs == pytest.approx([float(lr) for lr in scheduler._last_lr], rel=1e-12)
+        if isinstance(scheduler, AutoLR):
+            assert scheduler._schedule._count() == scheduler.last_epoch
+            assert lrs == pytest.approx([float(lr) for lr in scheduler.get_lr()], rel=1e-6)
+
+    def resume(self) -> Setting:
+        """From a checkpoint."""
+        other = Setting(self.make)
+        other.model.load_state_dict(self.model.state_dict())
+        other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        other.scheduler.load_state_dict(self.scheduler.state_dict())
+        return other
+
+
+def auto(wrap: Any = None, **options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Any]:
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        schedule = optimizer if wrap is None else wrap(optimizer)
+        settings = {"interval": 2, "total_steps": TOTAL, "model": model, **options}
+        return AutoLR(schedule, **settings)
+
+    return make
+
+
+def sequence(optimizer: torch.optim.Optimizer) -> Any:
+    parts = [LinearLR(optimizer, 0.1, total_iters=20), CosineAnnealingLR(optimizer, TOTAL)]
+    return SequentialLR(optimizer, parts, milestones=[20])
+
+
+def chain(optimizer: torch.optim.Optimizer) -> Any:
+    return ChainedScheduler([ExponentialLR(optimizer, 0.99999), StepLR(optimizer, 7, 0.9999)])
+
+
+STILL = Adapt(level=False, start_steps=0)
+MAKERS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "alone": auto(),
+    "unknown length": auto(total_steps=None),
+    "one cycle": auto(lambda o: OneCycleLR(o, 0.1, TOTAL), adapt=STILL),
+    "sequence": auto(sequence, adapt=STILL),
+    "chain": auto(chain, adapt=STILL, max_lr=0.02),
+    "paper": lambda model, optimizer: OneCycleAutoLR(optimizer, 0.1, TOTAL, model=model, model_sync_interval=2),
+}
+
+
+def _interrupt_everywhere(setting: Setting, most: int = 20_000) -> None:
+    """One line after the other, of one step after the other, until a step has fewer lines than that."""
+    missed = 0
+    for at in range(1, most):
+        step, num_rounds = setting.scheduler.last_epoch, len(setting.scheduler.history)
+        interrupt = Interrupt(at)
+        setting.train(interrupt)
+        taken = setting.scheduler.last_epoch - step
+        assert taken in (0, 1), interrupt.struck
+        assert taken == 1 or len(setting.scheduler.history) == num_rounds, interrupt.struck
+        setting.check()
+        missed = 0 if interrupt.struck else missed + 1
+        if missed == 4:  # steps in the middle of a round have fewer lines than those that end one
+            return
+        if at % 50 == 0:
+            setting.resume().train()
+    raise AssertionError("no step has been taken as a whole")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MAKERS)
+def test_at_every_line(name: str) -> None:
+    setting = Setting(MAKERS[name])
+    if name != "alone":  # there the first steps are interrupted too
+        for _ in range(5):
+            setting.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _interrupt_everywhere(setting)
+    resumed = setting.resume()
+    for _ in range(6):
+        setting.train()
+        resumed.train()
+    for a, b in zip(setting.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.timeout(300)
+def test_at_every_line_of_a_round_that_is_undone() -> None:
+    """Weights are the ones to go back to or the ones at hand, never some of each."""
+    setting = Setting(auto(adapt=STILL, faults=Faults(max_rollbacks=1000)))
+    for at in range(1, 20_000):
+        if at % 10 == 1:  # not all on one run: there is an end to rounds that are undone
+            setting = Setting(setting.make)
+            for _ in range(5):
+                setting.train()
+        for _ in range(4 - setting.scheduler.last_epoch % 2):
+            setting.train()
+        assert setting.scheduler.last_epoch % 2 == 0
+        setting.train()
+        with torch.no_grad():
+            for p in setting.model.parameters():
+                p.fill_(math.nan)
+        interrupt, num_rounds = Interrupt(at), len(setting.scheduler.history)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            setting.step(1.0, interrupt)
+            finite = {bool(torch.isfinite(p).all()) for p in setting.model.parameters()}
+            assert len(finite) == 1, interrupt.struck
+            setting.check()
+            if len(setting.scheduler.history) == num_rounds:
+                setting.step(1.0, None)
+        assert all(bool(torch.isfinite(p).all()) for p in setting.model.parameters()), interrupt.struck
+        if not interrupt.struck:
+            return
+    raise AssertionError("no step has been taken as a whole")
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+    setting = Setting(MAKERS["one cycle"], lr=torch.tensor(0.01))
+    rates = [group["lr"] for group in setting.optimizer.param_groups]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _interrupt_everywhere(setting)
+    assert all(group["lr"] is lr for group, lr in zip(setting.optimizer.param_groups, rates, strict=True))
