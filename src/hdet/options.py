@@ -176,15 +176,13 @@ class Faults(Options):
             waiting for it. One pass over the gradients in every step; where several ranks share gradients, which have
             to drop them together, also an all-reduce of one number in every step.
         on_fork: what is done where ranks that should hold equal weights do not, which is found at the end of a round
-            by a checksum of their bits. ``"raise"``: an error on every rank, with the ranks that differ and the first
-            parameter in which they do; nothing has changed. ``"repair"``: a warning with the same text, and those ranks
-            receive weights and optimizer state of one that most agree with; where as many agree as do not, of the
-            lowest. ``"warn"``: that warning, once, for ranks that are meant to differ, and all that a scheduler with
-            ``act=False`` does. The default is an error: most
-            forks are mistakes of a script (parameters whose gradients nobody averages), which show in the first step;
-            a later one is a device that computes or remembers wrongly, whose gradients have gone into all ranks'
-            weights too. On a thousand GPUs it has to be named and replaced, and a restart from the last checkpoint
-            loses minutes; a repair would go on with it.
+            by a checksum of their bits. ``"warn"``: a warning, once, with the ranks that differ and the first parameter
+            in which they do; also for ranks that are meant to differ, as experts of their own do. ``"raise"``: an error
+            on every rank with the same text; nothing has changed. ``"repair"``: the warning, and those ranks receive
+            weights and optimizer state of one that most agree with; where as many agree as do not, of the lowest. The
+            default is a warning: a loop that works must not end by what is noticed about it. On a cluster, where a
+            fork is a device that computes or remembers wrongly, pass ``"raise"``: its gradients have gone into all
+            ranks' weights, and a repair would go on with it.
         freeze_file: a path that is looked for when a round ends: once it exists on any rank, the scale holds still from
             there on, as by :meth:`AutoLR.freeze`. ``touch`` it to stop AutoLR, but not the training.
 
@@ -200,7 +198,7 @@ class Faults(Options):
     quarantine: float | None = None
     skip_nonfinite: bool = False
     freeze_file: str | os.PathLike[str] | None = None
-    on_fork: OnFork = "raise"
+    on_fork: OnFork = "warn"
 
     def __post_init__(self) -> None:
         require(self.rollback is None or is_flag(self.rollback), "rollback", "None, True or False", self.rollback)

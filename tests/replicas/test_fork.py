@@ -214,7 +214,7 @@ def _shards_alone() -> dict[str, Any]:
         if ignored:
             bias.register_hook(_averaged)  # type: ignore[no-untyped-call]
         fully_shard(model, mesh=mesh, ignored_params={bias} if ignored else None)
-        run = Run(model, FACES["gradient"], (rank, 2))
+        run = Run(model, FACES["gradient"], (rank, 2), faults=Faults(on_fork="raise"))
         run.advance(INTERVAL + 1)
         if rank == 1:
             _corrupt(model, 3 if ignored else 0)
