@@ -310,6 +310,7 @@ class Run:
             scheduled=scheduled,
             sizes=reading.sizes,
             losses_given=bool(reports.weights.any()),
+            of_one_model=None if self.replication.differs else reports.weights > 0,
             compared=reading.losses,
             trained=reading.trained,
             slopes=reading.slopes,

@@ -47,6 +47,7 @@ class Seen:
         sizes: of weights and update in the round's last step, where they were measured.
         finite: which replicas' weights are finite.
         losses_given: whether any replica was given a loss.
+        of_one_model: which replicas were given losses of the one model that all of them hold; None where they differ.
         compared: what replicas are compared by, where it is not ``losses``: their losses on held-out data.
         trained: mean training loss of each replica late in the round, where they are compared by another.
         slopes: of the loss over each learning rate's logarithm, and their standard errors, where they are measured.
@@ -64,6 +65,7 @@ class Seen:
     scheduled: float = 1.0
     sizes: Sizes | None = None
     losses_given: bool = True
+    of_one_model: BoolArray | None = None
     compared: FloatArray | None = None
     trained: FloatArray | None = None
     slopes: tuple[FloatArray, FloatArray] | None = None
@@ -358,6 +360,8 @@ class RoundPolicy:
     def _is_broken(self, seen: Seen, losses: FloatArray, healthy: BoolArray, *, searching: bool) -> bool:
         if searching and self._has_mean(healthy):
             return False  # nothing has moved
+        if seen.of_one_model is not None and (seen.of_one_model & healthy & np.isnan(losses)).any():
+            losses = np.full(len(losses), np.nan)  # its loss is the mean over ranks, as it would be on one process
         if not self.acts:
             return self._would_be_broken(seen, losses, healthy)
         if self.rollback is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.checks import FloatArray, numbers_of, shown, whole_of
+from hdet.notices import tell
 from hdet.replicas.group import Replicas
 from hdet.replicas.sharding import local_tensor, num_shards
 from hdet.signals.base import Reading, Signal
@@ -25,6 +26,9 @@ from hdet.weights.size import LARGE_MODEL, num_parameters
 
 MAX_SAMPLES = 64
 """Samples of one round. A longer round samples every so many steps."""
+
+MAX_WITHOUT = 3
+"""Samples without any gradient, from the start of a run on, before it is said."""
 
 MIN_SAMPLES, MAX_EVERY = 4, 8
 """Of a large model: samples of a round, so that it can tell its own error; and steps between them."""
@@ -69,6 +73,8 @@ class GradientSignal(Signal):
         self.num_knobs = max(knob_of_group) + 1
         self.sample_every = sample_every
         self.num_calls = 0
+        self.num_without = 0
+        """Samples without any gradient, as long as there was none at all; then -1."""
         self.samples: FloatArray = np.empty((0, self.num_columns))
         self._rows: list[Tensor] = []
 
@@ -93,7 +99,25 @@ class GradientSignal(Signal):
         if skipped or len(self._rows) + len(self.samples) == MAX_SAMPLES:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        if self.num_without >= 0:
+            self._look_for_gradients(gradients)
         self._rows.append(_unscaled(self._dots(optimizer, gradients), optimizer))
+
+    def _look_for_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Say once where there are none: parameters may have been updated inside backward."""
+        if any(gradient is not None for gradient in gradients):
+            self.num_without = -1
+            return
+        self.num_without += 1
+        if self.num_without == MAX_WITHOUT:
+            self.num_without = -1
+            tell(
+                f"no parameter of the optimizer had a gradient in {MAX_WITHOUT} calls of optimizer.step() since the "
+                "start: where they are updated inside backward (register_post_accumulate_grad_hook, fused embeddings) "
+                "there is no gradient to learn from. The learning rate stays as it was given, and rounds are undone by "
+                "their losses alone. Give AutoLR an optimizer of parameters that keep their gradients until its step, "
+                "and let the others follow its learning rate: docs/frameworks.md, `Optimizers stepped inside backward`"
+            )
 
     def _dots(self, optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> Tensor:
         """<g, theta - A> of each knob, this rank's share of it, for any gradients of the parameters."""
