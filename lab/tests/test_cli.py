@@ -36,7 +36,7 @@ OPTIONS = {
     ],
     "doctor": [
         *("--device", "--help", "--interval", "--json", "--max-share", "--method", "--model", "--parameters"),
-        *("--replicas", "--step-ms", "--tensors", "--timeout-s"),
+        *("--replicas", "--skip-drill", "--step-ms", "--tensors", "--timeout-s"),
     ],
     "demo": ["--help", "--lr", "--out", "--replicas", "--steps"],
 }

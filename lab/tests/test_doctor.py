@@ -6,6 +6,7 @@ import json
 import multiprocessing as mp
 import re
 import socket
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from torch.optim.swa_utils import AveragedModel
 from hdet.launch import launch
 from hdet_lab import cli
 from hdet_lab.cluster.checkup import Question, examine
+from hdet_lab.cluster.drill import drill
 from hdet_lab.cluster.subject import Subject, load, traps
 from torchrun import torchrun
 
-SMALL = ["--parameters", "2e4", "--tensors", "3"]
+TINY = ["--parameters", "2e4", "--tensors", "3"]
+SMALL = [*TINY, "--skip-drill"]
 
 
 def _question(**changes: Any) -> Question:
@@ -119,6 +122,33 @@ def test_in_the_process_group_of_torchrun(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 # -- ranks that differ ----------------------------------------------------------------------------------------
+
+
+TRIED = (
+    *("checkpoint read back", "ranks end with equal weights"),
+    *("a rank that is killed ends the run", "resumed as if it was not"),
+)
+
+
+def test_a_rank_is_killed_and_the_run_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found, problems = drill(2, timeout_s=60)
+    assert problems == []
+    assert [found[name] for name in TRIED] == ["passed"] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drill_that_does_not_end_is_a_problem() -> None:
+    found, problems = drill(2, timeout_s=0.01)
+    assert found["drill"] == "failed"
+    assert len(problems) == 1
+    assert problems[0].startswith("drill: TimeoutError: ")
+
+
+@pytest.mark.slow
+def test_the_drill_is_part_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--max-share", "1", "--json", *TINY]) == 0
+    assert set(TRIED) <= set(json.loads(capsys.readouterr().out)["drill"])
 
 
 def _make_on_rank_0_only() -> nn.Module:

@@ -23,6 +23,7 @@ from rich.table import Table
 from hdet.launch import ReplicaError, launch
 from hdet.policy.timing import MAX_INTERVAL
 from hdet_lab.cluster.checkup import Method, Question, examine, no_report
+from hdet_lab.cluster.drill import drill
 from hdet_lab.command_line import Options, UsageError, parse, torchrun_rank
 
 PATIENCE = 5
@@ -35,7 +36,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 class DoctorOptions(Options):
     """Check a cluster: do ranks agree, are there replicas, what does HDET cost here, what may go wrong?
 
-    Under torchrun: torchrun ... -m hdet_lab doctor; on this machine alone: hdet doctor --replicas 4.
+    Under torchrun: torchrun ... -m hdet_lab doctor; on this machine alone: hdet doctor --replicas 4. There it also
+    reads a checkpoint back, kills a rank and resumes, on scratch data; torchrun would end with the rank.
     Exit status 0 if HDET will work, perhaps with warnings; 1 if there is a problem; 2 for wrong options.
     """
 
@@ -60,6 +62,8 @@ class DoctorOptions(Options):
     """cpu or cuda; default cuda where there is one."""
     timeout_s: float = 60.0
     """Seconds that ranks wait for each other; the whole check may take five times as long."""
+    skip_drill: bool = False
+    """Leave out the drill: a checkpoint read back, a rank killed and the run resumed, on scratch data."""
     json: bool = False
     """Print the report as JSON."""
 
@@ -109,6 +113,9 @@ def main(arguments: Sequence[str]) -> int:
             report = no_report(num_replicas, [line.removeprefix("RuntimeError: ") for line in last])
         except TimeoutError as error:
             report = no_report(num_replicas, [str(error)])
+    if not report["problems"] and not options.skip_drill:
+        report["drill"], failed = drill(max(num_replicas, 2), timeout_s=options.timeout_s)
+        report["problems"] += failed
     _tell(report, as_json=options.json)
     return int(bool(report["problems"]))
 
@@ -184,6 +191,7 @@ def _findings(report: dict[str, Any]) -> Table:
         rows["step"] = f"{report['step_s'] * 1e3:.2f} ms" + (" (as given)" if report["step_ms"] else "")
         for found in report["all_reduce"]:
             rows[f"all-reduce of {found['bytes'] / 1024:,.0f} KB"] = f"{found['seconds'] * 1e3:.2f} ms"
+    rows |= report.get("drill", {})
     for name, value in rows.items():
         table.add_row(name, str(value))
     return table
