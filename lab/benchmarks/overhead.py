@@ -288,14 +288,15 @@ def measure_checksum(args: argparse.Namespace, device: str) -> dict[str, Any]:
     run = Training(args, device)
     for _ in range(3):
         run.step()
-    parameters = list(run.model.parameters())
+    parameters: list[Tensor] = list(run.model.parameters())
     sums = WeightsSum(lambda: parameters, run.optimizer, Replicas(None))
 
     def checksum() -> None:
         sums.start()
         sums.read()
 
-    step_s, sum_s = [], []
+    step_s: list[float] = []
+    sum_s: list[float] = []
     for _ in range(max(args.rounds, 5)):
         for times, each in ((step_s, run.step), (sum_s, checksum)):
             _wait(device)
