@@ -22,7 +22,7 @@ import oracle_anchor
 from hdet import Adapt, AutoLR, Ensemble, Faults, OneCycleAutoLR, RoundRecord
 from hdet.controllers import EvidenceController, LevelController
 from hdet.ensemble.controllers import PaperController
-from job import launch
+from job import launch, told
 from native import replicated
 from oracle import Array
 from oracle_anchor import AnchorScenario
@@ -348,9 +348,9 @@ def test_from_the_last_round_with_the_papers_controller_it_is_onecycleautolr(num
         assert np.array_equal(paper.lrs, auto.lrs)
         assert np.array_equal(paper.weights, auto.weights)
         assert np.array_equal(paper.losses, auto.losses)
-        told = [[{**r.as_dict(), "converge_s": 0.0} for r in trace.history] for trace in (paper, auto)]
-        assert told[0] == told[1]
-        assert told[0][-1]["scales"] != (1.0,) * len(told[0][-1]["scales"])
+        assert told(paper.history) == told(auto.history)
+        scales = paper.history[-1].scales
+        assert scales != (1.0,) * len(scales)
 
 
 @pytest.mark.parametrize("num_replicas", [2, slow(4)])

@@ -16,7 +16,7 @@ import hdet.launch
 from hdet import Ensemble, OneCycleAutoLR, RoundRecord
 from hdet.policy.spread import multipliers
 from hdet.replicas.group import Replicas
-from job import error, everyone, launch
+from job import error, everyone, launch, told
 
 SPREAD = 0.5
 MAX_LR = 0.1
@@ -130,8 +130,8 @@ def test_a_record_tells_what_happened_in_its_round(cadences: list[dict[str, dict
 
 def test_history_is_the_same_on_every_replica_but_for_the_time(cadences: list[dict[str, dict[str, Any]]]) -> None:
     for name in cadences[0]:
-        told = [[{**r.as_dict(), "converge_s": 0} for r in result[name]["history"]] for result in cadences]
-        assert told[0] == told[1] == told[2]
+        rows = [told(result[name]["history"]) for result in cadences]
+        assert rows[0] == rows[1] == rows[2]
 
 
 def test_later_rounds_permute_each_group_by_itself(cadences: list[dict[str, dict[str, Any]]]) -> None:
@@ -297,7 +297,7 @@ def _signal() -> dict[str, Any]:
         scheduler.step(sum(loss(step, micro) * (micro + 1) for micro in range(3)) / 6)
 
     histories = {f.__name__: run(f) for f in (accumulated, accumulated_tensors, averaged)}
-    out["histories"] = {name: [{**r.as_dict(), "converge_s": 0} for r in h] for name, h in histories.items()}
+    out["histories"] = {name: told(history) for name, history in histories.items()}
 
     parameters = _parameters()
     optimizer, scheduler = _scheduler(parameters, auto=True)

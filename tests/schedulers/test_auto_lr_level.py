@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 
 from hdet import Adapt, AutoLR
 from hdet.policy.level import MAX_TRIES, NUM_FIRST, PROBE_LR, TRUST
+from job import told
 from level_run import LOW, TOTAL_STEPS, Run, make_optimizer, net, same
 from tiers import slow
 
@@ -124,7 +125,7 @@ class _Task:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        return [{**record.as_dict(), "converge_s": 0.0} for record in self.scheduler.history]
+        return told(self.scheduler.history)
 
 
 ALIKE = ("AdamW, foreach", "Adam", "NAdam", "SGD", "SGD, foreach", "RMSprop", "Adagrad")

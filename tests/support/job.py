@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hdet import RoundRecord
 from hdet.launch import ReplicaError, server
 
 NUM_KEPT = 4
@@ -243,6 +244,12 @@ def error(call: Callable[[], Any]) -> str:
     return ""
 
 
+def told(history: Iterable[RoundRecord]) -> list[dict[str, Any]]:
+    """A history to compare: without what a clock has measured, and with None for NaN, which equals nothing."""
+    rows = [{**record.as_dict(), "converge_s": 0.0} for record in history]
+    return [{name: None if value != value else value for name, value in row.items()} for row in rows]
+
+
 def weights(model: nn.Module) -> list[float]:
     """All of them, of sharded parameters too."""
     whole: list[Tensor] = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -292,8 +299,7 @@ class Training:
         return weights(self.model)
 
     def told(self) -> list[dict[str, Any]]:
-        """The history, without what a clock has measured."""
-        return [{**record.as_dict(), "converge_s": 0.0} for record in self.scheduler.history]
+        return told(self.scheduler.history)
 
     def states(self) -> tuple[Any, Any, Any]:
         """Of the model, the optimizer and the scheduler, as they are now."""
