@@ -95,7 +95,7 @@ def _signature(framework: str) -> list[tuple[str, Any, Any]]:
     found = {"lightning": "HDETCallback", "transformers": "HDETTrainerCallback", "accelerate": "HDETScheduler"}
     face = getattr(module, found[framework])
     parameters = inspect.signature(getattr(face, "attach", face)).parameters.values()
-    own = ("trainer", "accelerator", "scheduler", "log")
+    own = ("trainer", "accelerator", "scheduler", "log", "monitor", "mode")
     return [(p.name, p.kind, p.default) for p in parameters if p.name not in own]
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from hdet import AutoLR, Explorer, OneCycleAutoLR, knobs
+from options import with_ensemble
 
 NUM_STEPS = 8
 
@@ -32,7 +33,7 @@ def _knobs(model: nn.Module) -> list[knobs.Knob]:
 
 def _auto(model: nn.Module, optimizer: Optimizer, **options: Any) -> AutoLR:
     schedule = OneCycleLR(optimizer, 0.1, NUM_STEPS, cycle_momentum=False)
-    return AutoLR(schedule, model=model, interval=2, **options)
+    return AutoLR(schedule, model=model, **with_ensemble(interval=2, **options))
 
 
 def _one_cycle(model: nn.Module, optimizer: Optimizer, **options: Any) -> OneCycleAutoLR:
@@ -42,7 +43,7 @@ def _one_cycle(model: nn.Module, optimizer: Optimizer, **options: Any) -> OneCyc
         "cycle_momentum": False,
         "auto_lr_warmup_steps": 0,
     }
-    return OneCycleAutoLR(optimizer, 0.1, NUM_STEPS, model=model, **settings, **options)
+    return OneCycleAutoLR(optimizer, 0.1, NUM_STEPS, model=model, **with_ensemble(**settings, **options))
 
 
 def _explorer(model: nn.Module, optimizer: Optimizer, **options: Any) -> Explorer:

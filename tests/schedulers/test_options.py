@@ -45,7 +45,7 @@ def _explorer(**options: Any) -> Explorer:
 
 def test_the_same_thing_has_the_same_name_and_default_everywhere() -> None:
     found = [inspect.signature(kind).parameters for kind in SCHEDULERS]
-    assert len(found[0]) == 12
+    assert len(found[0]) == 13
     shared = ["probe", "process_group", "faults"]
     for name in shared:
         assert len({repr(parameters[name].default) for parameters in found}) == 1, name

@@ -251,7 +251,7 @@ ONE_CYCLE = pairwise(
             {"base_momentum": [0.8, 0.7], "max_momentum": [0.9, 0.95]},
         ],
         "factors": [{}, {"div_factor": 2, "final_div_factor": 3}, {"pct_start": 0.7}, {"pct_start": 0.0}],
-        "ours": [{}, {"rank": 0, "world_size": 8, "model_sync_interval": 2, "loss_scale": 0.1, "seed": 5}],
+        "ours": [{}, {"rank": 0, "world_size": 8, "model_sync_interval": 2, "loss_scale": 0.1}],
     }
 )
 
