@@ -96,7 +96,7 @@ class RoundRecord:
         events: what was done to the run in this round, in plain English, as a rollback.
         held_out: what held-out data show of the learning rate, where ``probe=`` is asked about it; None otherwise.
         evaluation: the validation loss that was given to ``evaluated`` since the round before, or the mean of several;
-            NaN without. Negative where higher is better.
+            None without. Negative where higher is better.
         resumed_from: in the first round after a resume with another number of replicas, how many there were before.
     """
 
@@ -121,7 +121,7 @@ class RoundRecord:
     phase: str = ""
     events: tuple[str, ...] = ()
     held_out: HeldOut | None = None
-    evaluation: float = math.nan
+    evaluation: float | None = None
 
     @classmethod
     def of(

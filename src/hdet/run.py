@@ -271,7 +271,7 @@ class Run:
                 num_updates=tuple(int(n) for n in reports.num_updates) if self.counts_updates else (),
                 resumed_from=self.history.resumed_from,
                 held_out=reading.probed,
-                evaluation=reports.evaluation,
+                evaluation=None if math.isnan(reports.evaluation) else reports.evaluation,
             )
             self.losses.reset()
             self.evaluation.reset()

@@ -95,11 +95,11 @@ def test_names_of_param_groups_are_not_formulas() -> None:
     ax.figure.canvas.draw()
 
 
-def test_without_matplotlib_the_error_names_the_extra(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"plot\(\) needs matplotlib.*pip install 'hdet\[plot\]'"):
+    with pytest.raises(ImportError, match=r"plot\(\) needs matplotlib.*pip install matplotlib"):
         auto.plot()
 
 
