@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hdet import AutoLR, Copies
-from hdet.weights.columns import columns_of
+from hdet.weights.anchor import columns_of
 
 LENGTH = 64
 ROOT = Path(__file__).parents[2]

@@ -24,23 +24,20 @@ from hdet.policy.level import Level
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
 from hdet.policy.steering import NO_PANEL, Panel, Steering
-from hdet.policy.timing import DECAY_SHARE, default_interval, hold_start, keep_start
-from hdet.replicas.find import find_replicas
-from hdet.replicas.group import Replicas
-from hdet.replicas.parameters import check_parameters, shape_digest, trained_parameters
+from hdet.policy.timing import default_interval, hold_start, keep_start
+from hdet.replicas.group import Replicas, find_replicas
 from hdet.replicas.sharding import is_flat, sharding
 from hdet.replication import Equal
 from hdet.run import LearningRates, Run, Undo
+from hdet.schedule import DECAY_SHARE
 from hdet.signals.base import Signal
 from hdet.signals.decay import DecayLearner
 from hdet.signals.gradient import GradientSignal, default_sample_every
 from hdet.signals.held_out import HeldOutGradient, Probe
 from hdet.signals.update_size import UpdateSize
-from hdet.weights.anchor import Anchor
-from hdet.weights.averaged import Weights
-from hdet.weights.columns import stride_of
-from hdet.weights.host import host_if_large
-from hdet.weights.snapshot import Snapshot
+from hdet.weights.anchor import Anchor, stride_of
+from hdet.weights.averaged import Weights, check_parameters, shape_digest, trained_parameters
+from hdet.weights.snapshot import Snapshot, host_if_large
 
 Gradients = Literal["shared", "local"]
 SignalName = Literal["loss", "gradient"]

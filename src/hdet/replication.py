@@ -18,12 +18,10 @@ from torch.optim import Optimizer
 
 from hdet.checks import BoolArray, flag_of, mapping_of
 from hdet.policy.round import Verdict
-from hdet.replicas.average import is_healthy
-from hdet.replicas.parameters import shape_digest
 from hdet.replicas.sharding import local_tensor
 from hdet.signals.base import Signal
-from hdet.weights.averaged import Weights
-from hdet.weights.saved import tensors_of
+from hdet.weights.anchor import tensors_of
+from hdet.weights.averaged import Weights, is_healthy, shape_digest
 
 
 class Equal:

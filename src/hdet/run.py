@@ -30,18 +30,15 @@ from hdet.policy.quarantine import QuarantineState, pack_quarantine
 from hdet.policy.rollback import NO_ROLLBACK
 from hdet.policy.round import RoundPolicy, Seen
 from hdet.policy.steering import Steering
-from hdet.replicas.agreement import Report, Reports, exchange
 from hdet.replicas.fork import Checksum, Fork, WeightsSum, described
-from hdet.replicas.group import Replicas
+from hdet.replicas.group import Replicas, Report, Reports, exchange
 from hdet.replication import Equal
 from hdet.signals.base import Reading, Signal, merged
 from hdet.signals.gradient import drop_nonfinite
 from hdet.signals.loss import Loss, LossMeter
 from hdet.signals.update_size import UpdateSize
-from hdet.weights.anchor import Anchor
+from hdet.weights.anchor import Anchor, stride_of, tensors_of
 from hdet.weights.averaged import Weights
-from hdet.weights.columns import stride_of
-from hdet.weights.saved import tensors_of
 from hdet.weights.snapshot import Snapshot
 
 SLOW_S, NUM_SLOW = 1.0, 3

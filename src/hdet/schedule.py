@@ -35,9 +35,10 @@ from torch.optim.lr_scheduler import (
 )
 
 from hdet.checks import LARGEST, flag_of, is_flag, number, numbers_of, shown, whole_of
-from hdet.policy.timing import constant_then_linear
 from hdet.run import LearningRates
 
+DECAY_SHARE = 0.3
+"""Of a run without a schedule: the steps at its end in which the learning rate falls, along a line, to zero."""
 MAX_LR = 1e30
 """Above all learning rates, and far enough below infinity to be multiplied by any scale."""
 
@@ -364,6 +365,13 @@ def check_lrs_given(optimizer: Optimizer) -> None:
                 "the optimizer's learning rates must be > 0, since they say how those of param groups compare, but "
                 f"that of param group {k} is {float(group['lr']):g}"
             )
+
+
+def constant_then_linear(step: int, total_steps: int | None = None) -> float:
+    """The shape of a run without a schedule, as a share of its peak."""
+    if total_steps is None:
+        return 1.0
+    return min(1.0, max(total_steps - step, 0) / (DECAY_SHARE * total_steps))
 
 
 def constant_schedule(optimizer: Optimizer, total_steps: int | None) -> LRScheduler:

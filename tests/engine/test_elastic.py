@@ -16,8 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from hdet import AutoLR, Averaging, Ensemble, Explorer, Faults, OneCycleAutoLR, knobs
 from hdet.ensemble.outer import Elastic
-from hdet.replicas.find import find_replicas
-from hdet.replicas.group import Replicas
+from hdet.replicas.group import Replicas, find_replicas
 from job import launch
 from tiers import slow
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from hdet.launch import launch
-from hdet.replicas.find import find_replicas
+from hdet.replicas.group import find_replicas
 from hdet.replicas.sharding import local_tensor
 from job import alike, error, everyone
 from native import FACES, TOTAL_STEPS, Run, batch, net, paper

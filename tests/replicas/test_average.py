@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import hdet.replicas.average
 from hdet import OneCycleAutoLR
-from hdet.replicas.average import is_healthy, mean_
+from hdet.replicas.average import mean_
 from hdet.replicas.group import Replicas
+from hdet.weights.averaged import is_healthy
 from job import launch
 
 Array = NDArray[np.float64]

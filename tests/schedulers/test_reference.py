@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LinearLR, OneCycleLR, SequentialLR
 
 from hdet import OneCycleAutoLR, warm_noisy_init
 from hdet.policy.spread import multipliers
-from hdet.replicas.find import find_replicas
+from hdet.replicas.group import find_replicas
 from job import error, everyone, launch
 
 NUM_REPLICAS = 4

@@ -18,8 +18,8 @@ from numpy.testing import assert_allclose
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from hdet.signals.decay import DecayPath
 from hdet.weights.anchor import Anchor
-from hdet.weights.decay_path import DecayPath
 
 Model = tuple[list[Tensor], Callable[[], Tensor]]
 

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from hdet.replicas.sharding import Sharding
-from hdet.weights.anchor import Anchor
-from hdet.weights.columns import SMALL_TENSOR, Columns, _first_row, columns_of, stride_of
-from hdet.weights.host import PinnedMemory, host_if_large
-from hdet.weights.size import LARGE_MODEL, num_parameters
+from hdet.replicas.sharding import LARGE_MODEL, Sharding, num_parameters
+from hdet.weights.anchor import SMALL_TENSOR, Anchor, Columns, _first_row, columns_of, stride_of
+from hdet.weights.snapshot import PinnedMemory, host_if_large
 
 
 def slowly(tensor: Tensor, columns: Columns) -> list[complex]:

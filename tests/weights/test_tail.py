@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hdet.ensemble.generations import Tail
-from hdet.replicas.find import find_replicas
+from hdet.replicas.group import find_replicas
 from hdet.weights.averaged import Weights
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from hdet.checks import FloatArray
-from hdet.policy.timing import constant_then_linear
+from hdet.schedule import constant_then_linear
 from hdet_lab.stacked.optim import SGD, Adam, Lion, Muon, StackedOptimizer
 from hdet_lab.tasks.base import Task, param_groups
 

@@ -19,11 +19,10 @@ from hdet.ensemble.knobs.knob_set import KnobSet
 from hdet.ensemble.outer import Mean, OuterStep
 from hdet.policy.round import Verdict
 from hdet.policy.steering import Steering
-from hdet.replicas.parameters import shape_digest
 from hdet.replication import Equal, reset_state, state_tensors
 from hdet.signals.base import Signal
 from hdet.weights.anchor import Anchor
-from hdet.weights.averaged import Weights
+from hdet.weights.averaged import Weights, shape_digest
 
 StatePolicy = Literal["average", "keep", "reset"]
 

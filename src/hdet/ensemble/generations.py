@@ -20,8 +20,8 @@ from hdet.ensemble.options import Averaging
 from hdet.ensemble.outer import Mean
 from hdet.plan import Plan
 from hdet.policy.steering import Panel
+from hdet.weights.anchor import tensors_of
 from hdet.weights.averaged import Weights
-from hdet.weights.saved import tensors_of
 
 PATIENCE = 0.2
 """Share of the loss that a knob may cost at most early in a run where it regularises, which pays off late."""

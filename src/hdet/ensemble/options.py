@@ -19,12 +19,10 @@ from hdet.ensemble.signals import LossSignal, ProbeSignal
 from hdet.options import Options
 from hdet.plan import Gradients, Plan, SignalName
 from hdet.policy.steering import NO_PANEL, Panel, Steering
-from hdet.replicas.find import refuse_shared_gradients
-from hdet.replicas.group import Replicas
-from hdet.replicas.parameters import refuse_copies
+from hdet.replicas.group import Replicas, refuse_shared_gradients
 from hdet.signals.base import Signal
 from hdet.weights.anchor import Anchor
-from hdet.weights.averaged import Weights
+from hdet.weights.averaged import Weights, refuse_copies
 
 Assignment = Literal["balanced", "permutation"]
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 UNKNOWN_INTERVAL, MAX_INTERVAL = 20, 50
 LATE_SHARE, LONGEST_FALL = 0.2, 0.45
-DECAY_SHARE = 0.3
-"""Of a run without a schedule: the steps at its end in which the learning rate falls, along a line, to zero."""
 KEEP_SHARE, KEEP_STEPS = 0.2, 200
 """Of the run: when a scale that leaves the schedule's shape alone is found; and in a run of unknown length."""
 
@@ -15,13 +13,6 @@ KEEP_SHARE, KEEP_STEPS = 0.2, 200
 def default_interval(total_steps: int | None) -> int:
     """T where none is given: a hundredth of the run, but steps enough to tell an error, and not more than 50."""
     return UNKNOWN_INTERVAL if total_steps is None else min(max(total_steps // 100, 4), MAX_INTERVAL)
-
-
-def constant_then_linear(step: int, total_steps: int | None = None) -> float:
-    """The shape of a run without a schedule, as a share of its peak."""
-    if total_steps is None:
-        return 1.0
-    return min(1.0, max(total_steps - step, 0) / (DECAY_SHARE * total_steps))
 
 
 def keep_start(total_steps: int | None) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import local_tensors
+from hdet.replicas.sharding import memory_view
 
 BUCKET_BYTES = 24 * 2**20
 """Size of one bucket. Two are in use at a time, and they are all a converge allocates."""
@@ -26,19 +25,6 @@ class _Bucket(NamedTuple):
     pieces: list[Tensor]
     views: list[Tensor]
     work: dist.Work
-
-
-def is_healthy(tensors: Sequence[Tensor]) -> bool:
-    """Whether every floating-point value is finite. Waits for the device."""
-    by_kind: dict[_Kind, list[Tensor]] = {}
-    for t in _floating(tensors):
-        by_kind.setdefault((t.device, t.dtype), []).append(t)
-    # The norm is the fastest pass over memory torch has and finite almost always; it may overflow where the values
-    # do not, so only a non-finite norm is worth a look at the values themselves.
-    norms = [torch.stack(torch._foreach_norm(kind)).double().sum() for kind in by_kind.values()]
-    if math.isfinite(sum(norm.item() for norm in norms)):
-        return True
-    return all(bool(torch.isfinite(piece).all()) for t in _floating(tensors) for piece in _pieces(t, BUCKET_BYTES))
 
 
 @torch.no_grad()
@@ -136,31 +122,6 @@ def _square_norm(piece: Tensor, dtype: torch.dtype) -> Tensor:
     return norm.square_()
 
 
-def memory_view(tensor: Tensor) -> Tensor:
-    """A view that names every element of memory once: expanded dimensions are cut to length 1."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.is_contiguous():
-        return tensor
-    for dim in expanded_dims(tensor):
-        tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def memory_views(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's part of each, every element of memory once."""
-    return [memory_view(t) for t in local_tensors(tensors)]
-
-
-def expanded_dims(tensor: Tensor) -> list[int]:
-    """Dimensions along which all elements share their memory."""
-    return [d for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if stride == 0 and n > 1]
-
-
-def _floating(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [m for t in tensors if (m := memory_view(t)).is_floating_point() and m.numel()]
-
-
 def _kind(piece: Tensor) -> _Kind:
     if not piece.is_floating_point():
         return piece.device, torch.int64
@@ -176,7 +137,7 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         for tensor in tensors:
             if _kind(tensor) != kind:
                 continue
-            for piece in _pieces(tensor, capacity):
+            for piece in pieces_of(tensor, capacity):
                 if size + piece.numel() > capacity:
                     yield bucket
                     bucket, size = [], 0
@@ -185,12 +146,12 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _pieces(tensor: Tensor, capacity: int) -> Iterator[Tensor]:
+def pieces_of(tensor: Tensor, capacity: int) -> Iterator[Tensor]:
     """Views of at most ``capacity`` elements: halves along the longest dimension, so strides do not matter."""
     if tensor.numel() <= capacity:
         yield tensor
         return
     dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
     half = tensor.shape[dim] // 2
-    yield from _pieces(tensor.narrow(dim, 0, half), capacity)
-    yield from _pieces(tensor.narrow(dim, half, tensor.shape[dim] - half), capacity)
+    yield from pieces_of(tensor.narrow(dim, 0, half), capacity)
+    yield from pieces_of(tensor.narrow(dim, half, tensor.shape[dim] - half), capacity)

@@ -2,7 +2,7 @@
 
 Every tensor is read as integers, which are added up modulo 2**64: whatever the order of the sum, equal bits give equal
 sums, and one weight that differs gives another one. The sums travel in the exchange that ends a round anyway
-(:mod:`hdet.replicas.agreement`). Only where they differ do ranks exchange one sum for each parameter, to name the first
+(:mod:`hdet.replicas.group`). Only where they differ do ranks exchange one sum for each parameter, to name the first
 that does.
 """
 
@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hdet.checks import BoolArray, FloatArray
-from hdet.replicas.average import memory_view
 from hdet.replicas.group import Replicas, collective_device
-from hdet.replicas.sharding import is_flat, local_tensor, num_shards, sharding
+from hdet.replicas.sharding import is_flat, local_tensor, memory_view, num_shards, sharding
 
 MAX_NAMED = 20
 """So many ranks are named."""

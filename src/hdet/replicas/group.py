@@ -1,4 +1,7 @@
-"""Who the replicas are: a process group, a mesh dimension, or this process alone."""
+"""Who the replicas are, and what they tell each other: facts when they start, a report when a round ends.
+
+They are a process group, a mesh dimension, or this process alone.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-from hdet.checks import FloatArray
+from hdet.checks import BoolArray, FloatArray
+from hdet.replicas.sharding import is_flat, mesh_groups, sharding
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
 
 MAX_LISTED = 20
 """So many disagreements are named."""
@@ -229,3 +236,225 @@ def collective_device(group: dist.ProcessGroup) -> torch.device:
         return torch.device("cpu")
     kind = next(iter(types))
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def find_replicas(optimizer: Optimizer, process_group: dist.ProcessGroup | None, *, spread: float) -> Replicas:
+    """The replicas that train ``optimizer``'s parameters; those of the default group, unasked, where spread is 0.
+
+    Without a ``process_group``: the default group for ordinary parameters; for sharded ones the one mesh dimension
+    along which all of them are replicated. Raises ValueError where there are no replicas to fan out, only shards.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Replicas(None)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    has_shards = any(map(is_flat, parameters))
+    shards_state = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__)
+    if spread == 0:
+        found = _spread_out(process_group or dist.group.WORLD, parameters)
+        found.holds_all_parameters = not (
+            shards_state or has_shards or any(sharding(p) is not None for p in parameters)
+        )
+        return found
+    if shards_state:
+        raise ValueError(
+            "optimizer must not shard its state across ranks, but got ZeroRedundancyOptimizer: each rank updates "
+            "only its own shard, so a learning rate per rank would become a learning rate per shard; use the "
+            "plain optimizer"
+        )
+    if has_shards:
+        raise ValueError(
+            "parameters are sharded by FullyShardedDataParallel, which does not tell who holds which shard of a "
+            "replica, so their shards could not decide alike; use fully_shard with a replicate dimension, or DDP"
+        )
+    if process_group is not None:
+        replicas = _spread_out(process_group, parameters)
+        _refuse_shards_as_replicas(process_group, parameters)
+        return replicas
+    sharded = [s for p in parameters if (s := sharding(p)) is not None]
+    if not sharded:
+        return Replicas(dist.group.WORLD)
+    mesh = sharded[0].mesh
+    names = mesh.mesh_dim_names or tuple(str(d) for d in range(mesh.ndim))
+    replicated = [
+        d
+        for d in range(mesh.ndim)
+        if mesh.size(d) > 1
+        and len(sharded) == len(parameters)
+        and all(s.mesh == mesh and s.placements[d].is_replicate() for s in sharded)
+    ]
+    if len(replicated) != 1:
+        raise ValueError(
+            "parameters are DTensors, and exactly one mesh dimension along which all of them are replicated is "
+            f"needed to find the replicas, but got {[names[d] for d in replicated]} of {list(names)}; pass "
+            'process_group=mesh.get_group("...") of the data-parallel replicate dimension; with none there are '
+            "only shards, no replicas to fan out"
+        )
+    return _spread_out(mesh.get_group(replicated[0]), parameters)
+
+
+def _spread_out(group: dist.ProcessGroup | None, parameters: Iterable[Tensor]) -> Replicas:
+    """The replicas of ``group``, with the groups over which each of them is spread."""
+    assert group is not None
+    ranks = set(dist.get_process_group_ranks(group))
+    parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for p in parameters:
+        for _, _, part in mesh_groups(p):
+            members = tuple(dist.get_process_group_ranks(part))
+            if not ranks.issuperset(members):
+                parts.setdefault(members, part)
+    return Replicas(group, list(parts.values()))
+
+
+def _refuse_shards_as_replicas(group: dist.ProcessGroup, parameters: Iterable[Tensor]) -> None:
+    ranks = set(dist.get_process_group_ranks(group))
+    for p in parameters:
+        for placement, name, part in mesh_groups(p):
+            together = sorted(ranks & set(dist.get_process_group_ranks(part)))
+            if len(together) > 1 and not placement.is_replicate():
+                raise ValueError(
+                    "process_group must have the ranks that hold the same shard of different replicas, but its ranks "
+                    f"{together} hold different shards, along mesh dimension {name!r}; pass the group of the "
+                    "data-parallel replicate dimension; with none there are only shards, no replicas to fan out"
+                )
+
+
+def refuse_shared_gradients(replicas: Replicas, optimizer: Optimizer) -> None:
+    """With local gradients: raise where parameters lie on a mesh over which their gradients are averaged all the same.
+
+    ``set_requires_all_reduce(False)`` of FSDP2 is no way out: it postpones the reduction, and there are no gradients
+    until it has been made up for.
+    """
+    if replicas.group is None:
+        return
+    ranks = set(dist.get_process_group_ranks(replicas.group))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for _, name, part in mesh_groups(p):
+                if ranks.issuperset(dist.get_process_group_ranks(part)):
+                    raise ValueError(
+                        'gradients="local" needs replicas that do not share a mesh, but gradients are averaged over '
+                        f"mesh dimension {name!r} in every step; shard each replica by itself, fully_shard(model, "
+                        'mesh=mesh["shard"]), and pass process_group=mesh.get_group("replicate")'
+                    )
+
+
+class Report(NamedTuple):
+    """One replica's facts at the end of a round, or when asked in its middle.
+
+    Attributes:
+        step: optimizer steps it has taken.
+        total, weight: weighted sum of its losses, and the weights'.
+        finite: whether its weights are.
+        shapes, state: digests of what it would average, and of where its scheduler stands.
+        num_updates: calls of its optimizer in this round; 0 where they are not counted.
+        asked: whether it was called for, by converge(), converged() or finish(), instead of ending a round.
+        frozen: whether it was told to hold its scale.
+        evaluation, num_evaluations: sum of the validation losses that it was given since, and how many.
+        whole, part, place: the :class:`~hdet.replicas.fork.Checksum` of its weights; zeros where none is taken.
+    """
+
+    step: int
+    total: float
+    weight: float
+    finite: bool
+    shapes: int
+    state: int
+    num_updates: int = 0
+    asked: bool = False
+    frozen: bool = False
+    evaluation: float = 0.0
+    num_evaluations: float = 0.0
+    whole: int = 0
+    part: int = 0
+    place: int = 0
+
+
+class Reports(NamedTuple):
+    """Everyone's facts, an entry for each replica.
+
+    Attributes:
+        totals, weights, losses: weighted sum of the losses, the weights' sum, and their quotient, NaN without any.
+        finite: whose weights are finite.
+        num_updates: calls of the optimizer.
+        frozen: whether any was told to hold its scale.
+        evaluation: the mean of the validation losses that any was given; NaN without.
+        checksums: of the weights, a row for each process.
+    """
+
+    totals: FloatArray
+    weights: FloatArray
+    losses: FloatArray
+    finite: BoolArray
+    num_updates: FloatArray
+    frozen: bool
+    evaluation: float
+    checksums: FloatArray
+
+
+def exchange(
+    replicas: Replicas,
+    mine: Report,
+    *,
+    losses_required: bool,
+    updates_alike: bool = False,
+    num_steps: int | None = None,
+) -> Reports:
+    """Everyone's facts; an error on all replicas where they cannot go on together.
+
+    Nothing has been changed when it raises. One small collective.
+    """
+    rows = replicas.gather([float(fact) for fact in mine], step=mine.step)
+    found = dict(zip(Report._fields, np.moveaxis(rows, 2, 0), strict=True))  # by replica and part
+    # What a replica's parts saw makes up what it saw. All must decide alike, or its shards no longer fit together.
+    totals, weights = found["total"].sum(axis=1), found["weight"].sum(axis=1)
+    steps, states, shapes = found["step"].flatten(), found["state"].flatten(), found["shapes"]
+    if len(set(steps)) > 1:
+        by_replica = [sorted({int(s) for s in parts}) for parts in found["step"]]
+        listing = ", ".join(f"replica {r}: {' and '.join(map(str, all_))}" for r, all_ in enumerate(by_replica))
+        asked = found["asked"].max(axis=1) > 0
+        alone = (
+            f"only replicas {np.flatnonzero(asked).tolist()} are in converge(), converged() or finish(), which must be "
+            "called on every rank after the same step; "
+        )
+        raise RuntimeError(
+            f"replicas must take the same number of steps between converges, but got {listing}; "
+            f"{alone if asked.any() and not asked.all() else ''}"
+            "check for uneven data or steps skipped on some ranks. No weights were averaged"
+        )
+    num_updates = found["num_updates"][:, 0]
+    if updates_alike and len(set(found["num_updates"].flatten())) > 1:
+        listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
+        raise RuntimeError(
+            "replicas that share gradients must take the same optimizer steps, but in the round up to step "
+            f"{mine.step} they took {listing}; never skip optimizer.step() on some ranks alone. Nothing was averaged"
+        )
+    # Fewer than the scheduler's is a GradScaler's business. More on some alone: they have left out scheduler.step().
+    if num_steps is not None and num_updates.min() <= num_steps < num_updates.max():
+        listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
+        raise RuntimeError(
+            f"scheduler.step() must follow every optimizer step on all replicas, but in the {num_steps} steps up to "
+            f"step {mine.step} their optimizers took {listing}; never skip it on some ranks alone. Nothing was averaged"
+        )
+    if (shapes != shapes[0]).any():  # parts of one replica may differ, those of two not
+        raise RuntimeError(
+            f"replicas must hold the same parameters, but their shapes differ at step {mine.step} (digest by replica: "
+            f"{[int(s) for s in shapes.flatten()]}); add param groups and freeze parameters on all ranks alike"
+        )
+    if len(set(states)) > 1:
+        raise RuntimeError(
+            f"replicas must continue from the same scheduler state, but at step {mine.step} theirs differ (digest by "
+            f"replica: {[int(d) for d in states]}); load the same state_dict on every rank"
+        )
+    if losses_required and not weights.all():
+        raise RuntimeError(
+            f"the controller needs a loss from every replica in every round, but replicas "
+            f"{np.flatnonzero(weights == 0).tolist()} gave none up to step {mine.step}; "
+            "call step(loss), or observe(loss) before a bare step()"
+        )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        losses = totals / weights
+    num_evaluations = float(found["num_evaluations"].sum())
+    evaluation = float(found["evaluation"].sum()) / num_evaluations if num_evaluations else math.nan
+    frozen, finite = bool(found["frozen"].any()), found["finite"].min(axis=1) > 0
+    checksums = np.stack([found[name].flatten() for name in ("whole", "part", "place")], axis=1)
+    return Reports(totals, weights, losses, finite, num_updates, frozen, evaluation, checksums)

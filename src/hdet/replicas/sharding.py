@@ -1,4 +1,4 @@
-"""How a parameter lies on a mesh: this rank's part of it, and its form in a checkpoint. No collective."""
+"""How a parameter lies on a mesh and in memory: this rank's part of it, its form in a checkpoint. No collective."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
     from typing_extensions import TypeIs
+
+LARGE_MODEL = 10_000_000
+"""Parameters above which a model is large: it keeps less on its device, and looks at its gradients less often."""
 
 
 class Sharding(NamedTuple):
@@ -53,6 +57,11 @@ def num_shards(parameter: Tensor) -> int:
         return 1
     sizes = zip(found.mesh.shape, found.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def shares_of(parameters: Iterable[Tensor], num_ranks: int) -> list[float]:
+    """What this rank's part of each counts in a sum over so many ranks."""
+    return [num_shards(p) / num_ranks for p in parameters]
 
 
 def mesh_groups(parameter: Tensor) -> list[tuple[Placement, str, dist.ProcessGroup]]:
@@ -122,3 +131,40 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """That of each."""
     return [local_tensor(t) for t in tensors]
+
+
+def shardings(tensors: Iterable[Tensor]) -> list[Sharding | None]:
+    """How each of them lies on a mesh."""
+    return [sharding(t) for t in tensors]
+
+
+def memory_view(tensor: Tensor) -> Tensor:
+    """A view that names every element of memory once: expanded dimensions are cut to length 1."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_contiguous():
+        return tensor
+    for dim in expanded_dims(tensor):
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def memory_views(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's part of each, every element of memory once."""
+    return [memory_view(t) for t in local_tensors(tensors)]
+
+
+def expanded_dims(tensor: Tensor) -> list[int]:
+    """Dimensions along which all elements share their memory."""
+    return [d for d, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if stride == 0 and n > 1]
+
+
+def num_parameters(optimizer: Optimizer, *, whole: bool = False) -> float:
+    """Of a rank's even share, which is the same on all ranks where their own differ; or of the ``whole`` model."""
+    total = 0.0
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            found = sharding(p)
+            size = p.numel() if found is None else found.shape.numel()
+            total += size if whole else size / num_shards(p)
+    return total

@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 from hdet.checks import FloatArray, numbers_of, shown, whole_of
 from hdet.notices import tell
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import local_tensor, num_shards
+from hdet.replicas.sharding import LARGE_MODEL, local_tensor, num_parameters, shares_of
 from hdet.signals.base import Reading, Signal
-from hdet.weights.anchor import Anchor
-from hdet.weights.columns import Columns
-from hdet.weights.size import LARGE_MODEL, num_parameters
+from hdet.weights.anchor import Anchor, Columns
 
 MAX_SAMPLES = 64
 """Samples of one round. A longer round samples every so many steps."""
@@ -147,11 +145,9 @@ class GradientSignal(Signal):
 
     def _shares(self, optimizer: Optimizer) -> list[float]:
         """What this rank's part of each parameter counts in a sum over all ranks."""
-        return [
-            num_shards(p) / self.num_ranks * (-1 if group.get("maximize", False) else 1)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        ]
+        signs = [-1 if group.get("maximize", False) else 1 for group in optimizer.param_groups for _ in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return [share * sign for share, sign in zip(shares_of(parameters, self.num_ranks), signs, strict=True)]
 
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
         """Bring the samples to the host, the same on every rank; a collective, and it waits for the device.

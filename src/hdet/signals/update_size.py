@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from hdet.checks import FloatArray
 from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import local_tensor, num_shards
+from hdet.replicas.sharding import local_tensors, shares_of
 from hdet.signals.base import Reading, Signal
-from hdet.weights.columns import Columns, columns_of
+from hdet.weights.anchor import Columns, columns_of
 
 
 class UpdateSize(Signal):
@@ -35,6 +35,7 @@ class UpdateSize(Signal):
         self.num_ranks = num_ranks
         self.stride = stride
         self._before: list[tuple[Tensor, Columns | None, Tensor]] = []
+        """Of each parameter that is measured: it, what is kept of it, and that as it was before the step."""
         self._gradients: Tensor | None = None
         self._wants_gradient = True
         self._found: Sizes | None = None
@@ -44,17 +45,13 @@ class UpdateSize(Signal):
         self._before, self._gradients = [], None
         if not self.ends_round:
             return
-        gradients = []
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is None or not (p.is_floating_point() or p.is_complex()):
-                    continue
-                columns = columns_of(p, self.stride)
-                self._before.append((p, columns, _kept(p, columns).clone()))
-                gradient = local_tensor(p.grad)
-                gradients.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
-        if self._wants_gradient and gradients:
-            self._gradients = _squares(gradients)
+        moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        moving = [p for p in moving if p.is_floating_point() or p.is_complex()]
+        columns = [columns_of(p, self.stride) for p in moving]
+        self._before = list(zip(moving, columns, [t.clone() for t in _kept(moving, columns)], strict=True))
+        if self._wants_gradient and moving:
+            gradients = local_tensors([p.grad for p in moving])
+            self._gradients = _squares([g.coalesce().values() if g.is_sparse else g for g in gradients])
 
     def _measured(self, device: torch.device) -> Tensor:
         """Sums of this rank, after the step; NaN where it was not told of one."""
@@ -62,19 +59,16 @@ class UpdateSize(Signal):
         self._before, self._gradients = [], None
         if not taken:
             return torch.full((4,), math.nan, dtype=torch.float64, device=device)
-        before = [copy for _, _, copy in taken]
-        moved = torch._foreach_sub([_kept(p, columns) for p, columns, _ in taken], before)
-        weights = [(self._weight(p, columns), self._weight(p, None), copy.numel()) for p, columns, copy in taken]
+        parameters, columns, before = zip(*taken, strict=True)
+        moved = torch._foreach_sub(_kept(parameters, columns), list(before))
+        shares = shares_of(parameters, self.num_ranks)
+        kept_shares = [share if c is None else share * c.weight for share, c in zip(shares, columns, strict=True)]
         # One copy to the device for all numbers that the host knows.
-        kept, whole, sizes = torch.tensor(weights, dtype=torch.float64).T.to(device)
+        known = [kept_shares, shares, [copy.numel() for copy in before]]
+        kept, whole, sizes = torch.tensor(known, dtype=torch.float64).to(device)
         rows = [_squares(before).to(device) * kept, _squares(moved).to(device) * kept]
         rows.append(torch.zeros_like(whole) if gradients is None else gradients.to(device) * whole)
         return torch.stack([*rows, kept * sizes]).sum(1)
-
-    def _weight(self, parameter: Tensor, columns: Columns | None) -> float:
-        """What a sum of squares over this rank's part counts in that over all ranks."""
-        share = num_shards(parameter) / self.num_ranks
-        return share if columns is None else share * columns.weight
 
     @torch.no_grad()
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
@@ -95,9 +89,8 @@ class UpdateSize(Signal):
         self._found = None
 
 
-def _kept(parameter: Tensor, columns: Columns | None) -> Tensor:
-    local = local_tensor(parameter.detach())
-    return local if columns is None else columns.of(local)
+def _kept(parameters: Sequence[Tensor], columns: Sequence[Columns | None]) -> list[Tensor]:
+    return [t if c is None else c.of(t) for t, c in zip(local_tensors(parameters), columns, strict=True)]
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:

@@ -20,12 +20,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import hdet
 from hdet import AutoLR, Ensemble, OneCycleAutoLR
 from hdet.replicas.average import BUCKET_BYTES
-from hdet.replicas.find import find_replicas
-from hdet.replicas.group import Replicas
-from hdet.replicas.parameters import shape_digest, trained_parameters
+from hdet.replicas.group import Replicas, find_replicas
 from hdet.replicas.sharding import local_tensor
 from hdet.signals.gradient import sample_every
 from hdet.signals.update_size import UpdateSize
+from hdet.weights.averaged import shape_digest, trained_parameters
 from hdet_lab.cluster.subject import Subject, is_sharded, load, noticing_grad_scaler, stand_in, traps
 
 Method = Literal["paper", "loss", "gradient"]

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from hdet.replicas.parameters import trained_parameters
 from hdet.replicas.sharding import sharding
+from hdet.weights.averaged import trained_parameters
 from hdet_lab.targets import load_target
 
 
