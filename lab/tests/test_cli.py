@@ -201,6 +201,7 @@ assert not [name for name in sys.modules if name.startswith("hdet_lab.tasks")]
 """
 
 
+@pytest.mark.slow
 def test_the_doctor_needs_neither_charts_nor_tasks() -> None:
     done = subprocess.run([sys.executable, "-c", _ON_A_CLUSTER], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ def alone() -> list[dict[str, Any]]:
     return fuzz_state.states_of(fuzz_state.ALONE)
 
 
+@pytest.mark.slow
 def test_mutated_states_are_refused_or_continued_from(alone: list[dict[str, Any]]) -> None:
     counts = fuzz_state.fuzz(fuzz_state.ALONE, [alone], 200, seed=2)
     assert counts["refused"] > 100

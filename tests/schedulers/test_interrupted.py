@@ -120,10 +120,14 @@ MAKERS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
 }
 
 
-def _interrupt_everywhere(setting: Setting, most: int = 20_000) -> None:
+EACH = pytest.mark.parametrize("stride", [37, pytest.param(1, marks=pytest.mark.slow)])
+"""Lines that are left out: every line takes long."""
+
+
+def _interrupt_everywhere(setting: Setting, stride: int, most: int = 20_000) -> None:
     """One line after the other, of one step after the other, until a step has fewer lines than that."""
     missed = 0
-    for at in range(1, most):
+    for number, at in enumerate(range(1, most, stride), 1):
         step, num_rounds = setting.scheduler.last_epoch, len(setting.scheduler.history)
         interrupt = Interrupt(at)
         setting.train(interrupt)
@@ -134,21 +138,22 @@ def _interrupt_everywhere(setting: Setting, most: int = 20_000) -> None:
         missed = 0 if interrupt.struck else missed + 1
         if missed == 4:  # steps in the middle of a round have fewer lines than those that end one
             return
-        if at % 50 == 0:
+        if number % 50 == 0:
             setting.resume().train()
     raise AssertionError("no step has been taken as a whole")
 
 
 @pytest.mark.timeout(300)
+@EACH
 @pytest.mark.parametrize("name", MAKERS)
-def test_at_every_line(name: str) -> None:
+def test_at_every_line(name: str, stride: int) -> None:
     setting = Setting(MAKERS[name])
     if name != "alone":  # there the first steps are interrupted too
         for _ in range(5):
             setting.train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _interrupt_everywhere(setting)
+        _interrupt_everywhere(setting, stride)
     resumed = setting.resume()
     for _ in range(6):
         setting.train()
@@ -158,11 +163,12 @@ def test_at_every_line(name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_at_every_line_of_a_round_that_is_undone() -> None:
+@EACH
+def test_at_every_line_of_a_round_that_is_undone(stride: int) -> None:
     """Weights are the ones to go back to or the ones at hand, never some of each."""
     setting = Setting(auto(adapt=STILL, faults=Faults(max_rollbacks=1000)))
-    for at in range(1, 20_000):
-        if at % 10 == 1:  # not all on one run: there is an end to rounds that are undone
+    for number, at in enumerate(range(1, 20_000, stride)):
+        if number % 10 == 0:  # not all on one run: there is an end to rounds that are undone
             setting = Setting(setting.make)
             for _ in range(5):
                 setting.train()
@@ -193,5 +199,5 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     rates = [group["lr"] for group in setting.optimizer.param_groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _interrupt_everywhere(setting)
+        _interrupt_everywhere(setting, stride=7)
     assert all(group["lr"] is lr for group, lr in zip(setting.optimizer.param_groups, rates, strict=True))
