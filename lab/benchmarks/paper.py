@@ -259,18 +259,23 @@ def permutations(bench: Bench) -> list[Row]:
 def means(bench: Bench) -> list[Row]:
     """With local gradients, at equal steps: what becomes of the replicas at a converge."""
     low, rows = bench.best_lr()
-    for interval in bench.args.intervals:
-        settings = [
-            Setting(rule, low, seed, spread=SPREAD if rule.endswith(" spread") else 0.0, mean=rule.split()[0])
-            for rule in bench.args.rules
-            for seed in bench.seeds
-        ]
-        for outcome in bench.train(settings, interval=interval, shared=False):
+
+    def add(label: str, settings: Sequence[Setting], **options: Any) -> None:
+        for outcome in bench.train(settings, shared=False, **options):
             s = outcome.setting
             rows.append(
-                {"label": f"T={interval} {s.label}", "seed": s.seed, "lr": s.lr,
-                 "loss": outcome.validation["loss"], "mb_sent": outcome.bytes_sent / 1e6}
+                {"label": f"{label}{s.label}", "seed": s.seed, "lr": s.lr, "loss": outcome.validation["loss"],
+                 "mb_sent": outcome.bytes_sent / 1e6}
             )  # fmt: skip
+
+    def of(rule: str) -> list[Setting]:
+        spread = SPREAD if rule.endswith(" spread") else 0.0
+        return [Setting(rule, low, seed, spread=spread, mean=rule.split()[0]) for seed in bench.seeds]
+
+    for interval in bench.args.intervals:
+        add(f"T={interval} ", [setting for rule in bench.args.rules for setting in of(rule)], interval=interval)
+    for share in bench.args.swap:  # shared gradients, then apart, then one mean
+        add(f"apart from {share:g}: ", of("once"), apart_from=share)
     shared = sweep(bench.task, [bench.run("shared gradients", low, seed) for seed in bench.seeds], **bench.options)
     return rows + [_row(result) for result in shared]
 
@@ -278,7 +283,7 @@ def means(bench: Bench) -> list[Row]:
 CLAIMS: dict[str, Callable[[Bench], list[Row]]] = {
     each.__name__: each for each in (nine, warm, mean, flat, groups, residual, permutations, means)
 }
-RULES = ("mean", "mean spread", "elastic", "nesterov:0.7,0.9", "nesterov:0.7,0.9 spread")
+RULES = ("mean", "mean spread", "elastic", "grawa", "nesterov:0.7,0.9", "nesterov:0.7,0.9 spread")
 
 
 def compact(value: Any) -> Any:
@@ -320,6 +325,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, help="T; default a sixtieth of the run")
     parser.add_argument("--intervals", type=int, nargs="+", default=[10, 50, 200], help="of means")
     parser.add_argument("--rules", nargs="+", default=list(RULES), help='of means; "mean spread": with a spread')
+    parser.add_argument("--swap", type=float, nargs="*", default=[0.5, 0.75], help="of means: where SWAP trains apart")
     parser.add_argument("--suffix", default="", help="of the record's name")
     parser.add_argument("--full", action="store_true", help="the lab's own sizes")
     parser.add_argument("--data", type=Path, default=Path("data"))

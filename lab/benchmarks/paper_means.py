@@ -17,7 +17,7 @@ class Mean(Protocol):
 
     bytes_sent: float
 
-    def apply_(self, weights: Tensor, losses: FloatArray, *, last: bool) -> None: ...
+    def apply_(self, weights: Tensor, losses: FloatArray, norms: FloatArray, *, last: bool) -> None: ...
 
 
 def ring_bytes(num_replicas: int, num_values: float) -> float:
@@ -26,14 +26,14 @@ def ring_bytes(num_replicas: int, num_values: float) -> float:
 
 
 class Outer:
-    """The product's own outer steps: ``mean``, ``fittest``, ``nesterov``."""
+    """The product's own outer steps: ``mean``, ``fittest``, ``grawa``, ``nesterov``."""
 
     def __init__(self, step: OuterStep, start: Tensor) -> None:
         self.step, self.centre, self.bytes_sent = step, start[0].clone(), 0.0
         step.begin([self.centre])
 
-    def apply_(self, weights: Tensor, losses: FloatArray, *, last: bool) -> None:
-        shares = self.step.shares(losses, np.ones(len(losses), dtype=bool))
+    def apply_(self, weights: Tensor, losses: FloatArray, norms: FloatArray, *, last: bool) -> None:
+        shares = self.step.shares(norms if self.step.by_gradient else losses, np.ones(len(losses), dtype=bool))
         counts = np.ones(len(losses)) if shares is None else shares
         self.centre.copy_((torch.from_numpy(counts).to(weights)[:, None] * weights).mean(0))
         self.step.apply_([self.centre])
@@ -50,7 +50,7 @@ class Elastic:
     def __init__(self, rate: float, start: Tensor) -> None:
         self.rate, self.centre, self.bytes_sent = rate, start[0].clone(), 0.0
 
-    def apply_(self, weights: Tensor, losses: FloatArray, *, last: bool) -> None:
+    def apply_(self, weights: Tensor, losses: FloatArray, norms: FloatArray, *, last: bool) -> None:
         pulls = self.rate * (weights - self.centre)
         weights.sub_(pulls)
         self.centre.add_(pulls.sum(0))
@@ -59,11 +59,24 @@ class Elastic:
         self.bytes_sent += ring_bytes(len(weights), weights.shape[1])
 
 
+class Once:
+    """Replicas train apart, and are averaged once, at the end: the last phase of SWAP (Gupta and others, 2020)."""
+
+    bytes_sent = 0.0
+
+    def apply_(self, weights: Tensor, losses: FloatArray, norms: FloatArray, *, last: bool) -> None:
+        if last:
+            weights.copy_(weights.mean(0).expand_as(weights))
+            self.bytes_sent = ring_bytes(*weights.shape)
+
+
 def make_mean(name: str, start: Tensor) -> Mean:
     """By name; a number after a colon is the rule's parameter."""
     kind, _, value = name.partition(":")
     if kind == "elastic":
         return Elastic(float(value or 0.9) / len(start), start)  # beta = N a = 0.9, as its authors have it
+    if kind == "once":
+        return Once()
     if kind == "nesterov":
         lr, momentum = (float(each) for each in (value or "0.7,0.9").split(","))
         return Outer(Nesterov(lr=lr, momentum=momentum), start)

@@ -1,4 +1,4 @@
-"""EASGD, ``outer="elastic"``: against a slow version on real processes, resumed, and with a broken replica."""
+"""EASGD, ``outer="elastic"``, and GRAWA: against slow versions on real processes; resumed, and broken."""
 
 from __future__ import annotations
 
@@ -109,6 +109,28 @@ def test_it_is_the_slow_version(num_replicas: int, pull: float) -> None:
         assert averaged == ["pull"] * 7 + ["all"]
         assert seen == STEPS  # buffers are averaged in every round
     assert all(trace[-1] == found[0][0][-1] for trace, _, _ in found)
+
+
+def _weighted(zero_grad: bool) -> list[list[float]]:
+    run = Run("grawa")
+    if zero_grad:
+        run.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+    return run.advance(STEPS).trace
+
+
+@pytest.mark.parametrize("zero_grad", [False, True])
+def test_grawa_weights_by_the_inverse_norm_of_the_last_gradient(zero_grad: bool) -> None:
+    theta = np.zeros((3, 3))
+    expected = []
+    for step in range(1, STEPS + 1):
+        gradients = theta - _targets(step, 3)
+        theta = theta - LR * gradients
+        if step % T == 0 or step == STEPS:
+            weights = 1 / np.linalg.norm(gradients, axis=1)
+            theta = np.tile(weights @ theta / weights.sum(), (3, 1))
+        expected.append(theta)
+    for rank, trace in enumerate(launch(_weighted, 3, zero_grad)):
+        np.testing.assert_allclose(trace, [rows[rank] for rows in expected], rtol=1e-12, atol=1e-14)
 
 
 def test_alone_it_is_plain_training() -> None:

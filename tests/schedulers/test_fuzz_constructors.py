@@ -293,7 +293,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
     "Averaging": (
         lambda s, **a: lambda: s.explore(averaging=Averaging(**a)),
         {
-            "outer": ["mean", "fittest", "nesterov"], "optimizer_state": ["keep", "average", "reset"],
+            "outer": ["mean", "fittest", "grawa", "nesterov"], "optimizer_state": ["keep", "average", "reset"],
             "slow_share": [0.1],
         },
         "",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from torch import Tensor, nn
 
-from hdet.ensemble.outer import Fittest, Mean, Nesterov, OuterStep, outer_step
+from hdet.ensemble.outer import Fittest, Grawa, Mean, Nesterov, OuterStep, outer_step
 from hdet.replication import reset_state, state_tensors
 
 EVERYONE = np.ones(4, dtype=bool)
@@ -136,12 +136,12 @@ def test_it_tells_what_it_is() -> None:
 
 
 def test_names_stand_for_steps() -> None:
-    names: tuple[Any, ...] = ("mean", "fittest", "nesterov", "elastic")
+    names: tuple[Any, ...] = ("mean", "fittest", "grawa", "nesterov", "elastic")
     assert [repr(outer_step(name)) for name in names] == [
-        "Mean()", "Fittest()", "Nesterov(lr=0.7, momentum=0.9)", "Elastic(pull=0.9)",
+        "Mean()", "Fittest()", "Grawa()", "Nesterov(lr=0.7, momentum=0.9)", "Elastic(pull=0.9)",
     ]  # fmt: skip
     with pytest.raises(
-        ValueError, match=r'outer must be one of "mean", "fittest", "nesterov", "elastic", but got oute'
+        ValueError, match=r'outer must be one of "mean", "fittest", "grawa", "nesterov", "elastic", but'
     ):
         outer_step("median")  # type: ignore[arg-type]
 
@@ -177,6 +177,16 @@ def test_a_replica_without_a_loss_has_no_share() -> None:
     assert shares is not None
     assert shares.tolist() == [2.0, 0.0, 2.0, 0.0]
     assert Fittest().shares(np.array([1.0, math.nan, math.nan, math.nan]), EVERYONE) is None
+
+
+def test_gradient_norms_count_by_their_inverse() -> None:
+    norms = np.array([1.0, 2.0, 4.0, math.nan])
+    shares = Grawa().shares(norms, np.array([True, True, True, False]))
+    assert shares is not None
+    assert_allclose(shares, 3 * np.array([4, 2, 1, 0]) / 7)
+    assert_allclose(Grawa().shares(np.array([0.0, 2.0]), np.array([True, True])), [2, 0])  # type: ignore[arg-type]
+    assert_allclose(Grawa().shares(norms, EVERYONE), 4 * np.array([4, 2, 1, 0]) / 7)  # type: ignore[arg-type]
+    assert Grawa().shares(np.full(4, math.nan), EVERYONE) is None
 
 
 # -- the optimizers' state --------------------------------------------------------------------------------------------

@@ -113,8 +113,7 @@ class Apart(Equal):
         healthy = verdict.healthy
         # Who is fittest is luck where all had the same values.
         differ = self.outer.by_loss and bool(np.ptp(verdict.multipliers, axis=1).any())
-        shares = self.outer.shares(verdict.losses, healthy) if differ else None
-        share = 1.0 if shares is None else float(shares[self.replicas.index])
+        share = self._share_of(verdict.losses if differ else None, healthy, step)
         pulled = self.outer.leaves_apart and not (last or verdict.new_anchor) and bool(healthy.all())
         own = [p.detach().clone() for p in self.weights.anchored()] if pulled else []
         distance = self.weights.average(healthy, step=step, share=share)
@@ -128,6 +127,14 @@ class Apart(Equal):
             return distance, "pull"
         self.outer.apply_(self.weights.anchored())
         return distance, "all"
+
+    def _share_of(self, losses: FloatArray | None, healthy: BoolArray, step: int) -> float:
+        """What this replica counts in the mean. A collective where gradients decide."""
+        values = losses
+        if self.outer.by_gradient:
+            values = np.sqrt(self.replicas.gather([self.outer.squared_norm()], step=step)[:, :, 0].sum(axis=1))
+        shares = None if values is None else self.outer.shares(values, healthy)
+        return 1.0 if shares is None else float(shares[self.replicas.index])
 
     def _share(self, copies: Anchor) -> None:
         if copies.differ_from is not None:
@@ -164,10 +171,7 @@ class Apart(Equal):
 
     def converge(self, step: int, healthy: BoolArray, signals: Sequence[Signal]) -> None:
         """Eq. 3 now; replicas stay at the mean, by their losses where these count, or at the elastic centre."""
-        losses = self._losses_now(signals)
-        shares = None if losses is None else self.outer.shares(losses, healthy)
-        share = 1.0 if shares is None else float(shares[self.replicas.index])
-        self.weights.average(healthy, step=step, share=share)
+        self.weights.average(healthy, step=step, share=self._share_of(self._losses_now(signals), healthy, step))
         if self.outer.leaves_apart and self.outer.centre.copies:
             self._share(self.outer.centre)
             self.outer.apply_(self.weights.anchored())

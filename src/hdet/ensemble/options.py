@@ -32,9 +32,9 @@ class Averaging(Options):
     """How replicas are averaged; passed as ``averaging=``.
 
     Attributes:
-        outer: what becomes of the mean at a converge: ``"mean"``, ``"fittest"``, ``"nesterov"``, ``"elastic"`` or a
-            step of :mod:`hdet.ensemble.outer`. ``"elastic"`` leaves replicas apart: it needs ``gradients="local"`` and
-            equal learning rates, and undoes no rounds.
+        outer: what becomes of the mean at a converge: ``"mean"``, ``"fittest"``, ``"grawa"``, ``"nesterov"``,
+            ``"elastic"`` or a step of :mod:`hdet.ensemble.outer`. ``"elastic"`` leaves replicas apart: it needs
+            ``gradients="local"`` and equal learning rates, and undoes no rounds.
         optimizer_state: what becomes of the optimizers' state at a converge. ``"keep"``: each replica keeps its own,
             and a checkpoint holds that of the rank that writes it: a resumed run is the uninterrupted one only if every
             rank saves and loads its own optimizer. ``"average"`` costs as much communication as the weights for each

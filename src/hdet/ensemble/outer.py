@@ -6,6 +6,7 @@ The names that users may pass in their place are resolved here, in :func:`outer_
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,9 +19,10 @@ from torch import Tensor
 from hdet.checks import FloatArray, number, require, require_one_of
 from hdet.replicas.sharding import as_saved, local_tensor, own_part
 from hdet.replication import check_outer_state
+from hdet.signals.update_size import squares
 from hdet.weights.anchor import Anchor
 
-OuterName = Literal["mean", "fittest", "nesterov", "elastic"]
+OuterName = Literal["mean", "fittest", "grawa", "nesterov", "elastic"]
 
 FITTEST = 0.02
 """Share of the lowest loss by which a replica must be above it to count e times less."""
@@ -31,11 +33,13 @@ class OuterStep:
 
     Attributes:
         by_loss: whether replicas count in the mean by their losses.
+        by_gradient: whether they count by the norms of their gradients, of which :meth:`begin` sees one in every step.
         leaves_apart: whether replicas stay apart, so that there is no one place for all after a converge.
         keeps_centre: whether :attr:`centre` holds a copy of where a round starts.
     """
 
     by_loss = False
+    by_gradient = False
     leaves_apart = False
     keeps_centre = False
 
@@ -51,9 +55,16 @@ class OuterStep:
         found.centre = Anchor()
         return found
 
-    def shares(self, losses: FloatArray, healthy: NDArray[np.bool_]) -> FloatArray | None:
-        """What each replica counts in the mean, 1 on average over the healthy ones; None for equal shares."""
+    def shares(self, values: FloatArray, healthy: NDArray[np.bool_]) -> FloatArray | None:
+        """What each replica counts in the mean, by its loss or its gradient's norm; None for equal shares.
+
+        Shares are 1 on average over the healthy replicas.
+        """
         return None
+
+    def squared_norm(self) -> float:
+        """Of this rank's part of the last gradient, where it counts; NaN before any. Waits for the device."""
+        return math.nan
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
         """Remember where a round starts, unless it is known; to be called before any optimizer step."""
@@ -126,14 +137,53 @@ class Fittest(OuterStep):
 
     by_loss = True
 
-    def shares(self, losses: FloatArray, healthy: NDArray[np.bool_]) -> FloatArray | None:
-        finite = np.isfinite(losses) & healthy
+    def shares(self, values: FloatArray, healthy: NDArray[np.bool_]) -> FloatArray | None:
+        finite = np.isfinite(values) & healthy
         if finite.sum() < 2:
             return None
-        least = float(losses[finite].min())
+        least = float(values[finite].min())
         unit = FITTEST * abs(least)
-        scores = np.zeros(len(losses))
-        scores[finite] = np.exp((least - losses[finite]) / unit) if unit > 0 else 1.0
+        scores = np.zeros(len(values))
+        scores[finite] = np.exp((least - values[finite]) / unit) if unit > 0 else 1.0
+        found: FloatArray = scores * healthy.sum() / scores.sum()
+        return found
+
+
+class Grawa(OuterStep):
+    r"""GRAWA: to the mean by the inverse of the replicas' gradient norms, so that flat places count more.
+
+    .. math:: \theta \leftarrow \sum_r w_r \theta_r, \quad w_r \propto 1 / \lVert g_r \rVert
+
+    g_r is the gradient of replica r in the last step of the round, over all parameters, as the optimizer receives it:
+    where gradients are clipped, all that are count the same. A replica whose norm is not known or not finite has weight
+    0. In the paper of Dimlioglu and Choromanska (2024) replicas are pulled towards this mean; here they go to it.
+    """
+
+    by_gradient = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._squares: Tensor | None = None
+
+    def fresh(self) -> Grawa:
+        return Grawa()
+
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        if gradients:  # at the end of a round, zero_grad() may have come first
+            self._squares = squares([g.coalesce().values() if g.is_sparse else g for g in gradients]).sum()
+
+    def squared_norm(self) -> float:
+        return math.nan if self._squares is None else float(self._squares)
+
+    def shares(self, values: FloatArray, healthy: NDArray[np.bool_]) -> FloatArray | None:
+        known = np.isfinite(values) & healthy
+        if not known.any():
+            return None
+        least = float(values[known].min())
+        scores = np.zeros(len(values))
+        # A norm of 0 is the limit: what has one counts alone.
+        scores[known] = least / values[known] if least > 0 else values[known] == 0
         found: FloatArray = scores * healthy.sum() / scores.sum()
         return found
 
@@ -259,6 +309,7 @@ class Elastic(OuterStep):
 _NAMES: dict[OuterName, type[OuterStep]] = {
     "mean": Mean,
     "fittest": Fittest,
+    "grawa": Grawa,
     "nesterov": Nesterov,
     "elastic": Elastic,
 }

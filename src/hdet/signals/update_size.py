@@ -51,7 +51,7 @@ class UpdateSize(Signal):
         self._before = list(zip(moving, columns, [t.clone() for t in _kept(moving, columns)], strict=True))
         if self._wants_gradient and moving:
             gradients = local_tensors([p.grad for p in moving])
-            self._gradients = _squares([g.coalesce().values() if g.is_sparse else g for g in gradients])
+            self._gradients = squares([g.coalesce().values() if g.is_sparse else g for g in gradients])
 
     def _measured(self, device: torch.device) -> Tensor:
         """Sums of this rank, after the step; NaN where it was not told of one."""
@@ -66,7 +66,7 @@ class UpdateSize(Signal):
         # One copy to the device for all numbers that the host knows.
         known = [kept_shares, shares, [copy.numel() for copy in before]]
         kept, whole, sizes = torch.tensor(known, dtype=torch.float64).to(device)
-        rows = [_squares(before).to(device) * kept, _squares(moved).to(device) * kept]
+        rows = [squares(before).to(device) * kept, squares(moved).to(device) * kept]
         rows.append(torch.zeros_like(whole) if gradients is None else gradients.to(device) * whole)
         return torch.stack([*rows, kept * sizes]).sum(1)
 
@@ -93,7 +93,7 @@ def _kept(parameters: Sequence[Tensor], columns: Sequence[Columns | None]) -> li
     return [t if c is None else c.of(t) for t, c in zip(local_tensors(parameters), columns, strict=True)]
 
 
-def _squares(tensors: Sequence[Tensor]) -> Tensor:
+def squares(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each, without a kernel for each where they are alike."""
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     norms = torch._foreach_norm([t if t.dtype in (torch.float32, torch.float64) else t.float() for t in real])

@@ -32,11 +32,13 @@ class Step(NamedTuple):
             derivative of the loss by the log of the learning rate since the anchor.
         sizes: (R, 3), norms of the weights before the update, of the update and of the gradient; over replicas their
             root mean square.
+        norms: (R, N), of each replica's own gradient, before any mean or clipping.
     """
 
     losses: Tensor
     slopes: Tensor
     sizes: Tensor
+    norms: Tensor
 
 
 class StackedModels:
@@ -228,6 +230,7 @@ class StackedModels:
         losses = losses.detach().view(self.num_runs, self.num_replicas)
         with torch.no_grad():
             gradient = gradients.view_as(self.weights)
+            norms_of_all: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
             # The dot product of the means is the mean over replicas only where the gradient is shared.
             shared_gradient = gradient.mean(1)
             offsets = self.mean() - self.anchors
@@ -240,7 +243,7 @@ class StackedModels:
             before, size = self.weights.clone(), _size(gradient)
             self._update(gradient, lrs)
             sizes = torch.stack([_size(before), _size(self.weights - before), size], dim=-1)
-        return Step(losses, slopes, sizes)
+        return Step(losses, slopes, sizes, norms_of_all)
 
     def _update(self, gradient: Tensor, lrs: Tensor) -> None:
         if isinstance(self.optimizer, Rule):  # one learning rate for all groups
