@@ -2,8 +2,9 @@
 
 python lab/benchmarks/overhead.py            # the tables of lab/benchmarks/README.md
 python lab/benchmarks/overhead.py --json     # the same for machines
-python lab/benchmarks/overhead.py --cuda     # a GPT of 124M parameters with AutoLR and without, on a GPU, and the syncs
-python lab/benchmarks/overhead.py --cuda --checksum     # what ranks compare their weights by, alone; --large on the CPU
+python lab/benchmarks/overhead.py --cuda     # a GPT of 124M parameters with AutoLR and without, on a GPU
+python lab/benchmarks/overhead.py --cuda --processes    # and the syncs and converges of several processes
+python lab/benchmarks/overhead.py --cuda --checksum     # what ranks compare their weights by; --large on the CPU
 python lab/benchmarks/overhead.py --cuda --layers 24 --width 1024 --batch 8 --interval 50     # another model
 """
 
@@ -244,72 +245,110 @@ def _wait(device: str) -> None:
 
 
 def measure_large(args: argparse.Namespace, device: str) -> list[dict[str, Any]]:
-    """One variant after the other beside a plain run, round by round in turns."""
+    """Variants beside one plain run, round by round in turns."""
     variants: dict[str, dict[str, Any]] = {
         "everything on (default)": {"copies": Copies()},
+        "act=False": {"act": False},
         "without rollback": {"faults": Faults(rollback=False)},
         "anchor_share=1/256": {"copies": Copies(anchor_share=1 / 256)},
         "all on the device": {"copies": Copies(anchor_share=1, snapshot_device=device)},
     }
-    rows = []
-    for name, options in list(variants.items())[: args.variants]:
-        memory = []
-        runs = []
-        for chosen in ({}, options):
-            before = _allocated(device)
-            runs.append(Training(args, device, **chosen))
-            for _ in range(max(3 * args.interval, 200)):  # both copies on the host have been made
-                runs[-1].step()
-            memory.append((_allocated(device) - before, _peak(device, runs[-1]) - before))
-        plain, ours = runs
+    runs: dict[str, Training] = {}
+    memory: dict[str, tuple[int, int]] = {}
+    for name, options in {"plain": {}, **dict(list(variants.items())[: args.variants])}.items():
+        before = _allocated(device)
+        runs[name] = Training(args, device, **options)
+        for _ in range(max(3 * args.interval, args.warmup)):  # both copies on the host have been made
+            runs[name].step()
+        memory[name] = _allocated(device) - before, _peak(device, runs[name]) - before
+    for run in list(runs.values())[1:]:
         for _ in range(2 * args.interval):
-            ours.step(guarded=True)
-        times = [(plain.round_s(), ours.round_s()) for _ in range(args.rounds)]
-        count = sum(p.numel() for p in ours.model.parameters())
+            run.step(guarded=True)
+    seconds = in_turns({name: run.round_s for name, run in runs.items()}, args.rounds)
+    plain = runs.pop("plain")
+    count = sum(p.numel() for p in plain.model.parameters())
+    rows = []
+    for name, run in runs.items():
+        ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds["plain"], strict=True)]
+        added = [mine - theirs for mine, theirs in zip(memory[name], memory["plain"], strict=True)]
         rows.append(
             {
                 "variant": name,
                 "parameters, M": round(count / 1e6, 1),
-                "plain step, ms": round(statistics.median(t for t, _ in times) / args.interval * 1e3, 2),
+                "plain step, ms": round(statistics.median(seconds["plain"]) / args.interval * 1e3, 2),
                 # Of all rounds together: a copy to go back to is made in one of several.
-                "step / plain": round(sum(mine for _, mine in times) / sum(theirs for theirs, _ in times), 4),
-                "median round / plain": round(statistics.median(mine / theirs for theirs, mine in times), 4),
-                "bytes a parameter": round((memory[1][0] - memory[0][0]) / count, 2),
-                "at the peak": round((memory[1][1] - memory[0][1]) / count, 2),
-                "steps without sync": f"{ours.steps_without_sync} of {2 * (args.interval - 1)}",
+                "step / plain": round(sum(seconds[name]) / sum(seconds["plain"]), 4),
+                **spread_of("round / plain", ratios),
+                "bytes a parameter": round(added[0] / count, 2),
+                "at the peak": round(added[1] / count, 2),
+                "steps without sync": f"{run.steps_without_sync} of {2 * (args.interval - 1)}",
             }
         )
-        del plain, ours, runs
     return rows
 
 
+def in_turns(variants: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """What each variant returns; they take turns, and another one begins each time."""
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(variants[name]())
+    return found
+
+
+def spread_of(name: str, ratios: list[float]) -> dict[str, Any]:
+    """The median with its quartiles."""
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {f"median {name}": round(middle, 5), "quartiles": f"{low:.5f} to {high:.5f}"}
+
+
 def measure_checksum(args: argparse.Namespace, device: str) -> dict[str, Any]:
-    """The checksum by which ranks notice that their weights differ, once a round, against a plain step."""
+    """The checksum by which ranks notice that their weights differ: alone, and as part of a round.
+
+    Alone it waits for its own kernels to be launched. In a round these are launched while the device still computes,
+    and the host waits for the device at the end of every round anyway.
+    """
     run = Training(args, device)
     for _ in range(3):
         run.step()
     parameters: list[Tensor] = list(run.model.parameters())
     sums = WeightsSum(lambda: parameters, run.optimizer, Replicas(None))
 
-    def checksum() -> None:
-        sums.start()
-        sums.read()
+    def alone() -> float:
+        return timed(lambda: (sums.start(), sums.read()))
 
-    step_s: list[float] = []
-    sum_s: list[float] = []
-    for _ in range(max(args.rounds, 5)):
-        for times, each in ((step_s, run.step), (sum_s, checksum)):
+    def round_s(*, checked: bool) -> float:
+        def steps() -> None:
+            for _ in range(args.interval):
+                run.step()
+            if checked:
+                sums.start()
             _wait(device)
-            started = time.perf_counter()
-            each()
-            _wait(device)
-            times.append(time.perf_counter() - started)
-    step, own = statistics.median(step_s), statistics.median(sum_s)
+            if checked:
+                sums.read()
+
+        return timed(steps)
+
+    def timed(work: Callable[[], Any]) -> float:
+        _wait(device)
+        started = time.perf_counter()
+        work()
+        _wait(device)
+        return time.perf_counter() - started
+
+    seconds = in_turns(
+        {"with": lambda: round_s(checked=True), "without": lambda: round_s(checked=False), "alone": alone}, args.rounds
+    )
+    plain, own = statistics.median(seconds["without"]), statistics.median(seconds["alone"])
+    ratios = [a / b for a, b in zip(seconds["with"], seconds["without"], strict=True)]
     return {
         "parameters, M": round(sum(p.numel() for p in parameters) / 1e6, 1),
-        "plain step, ms": round(step * 1e3, 2),
-        "checksum, ms": round(own * 1e3, 3),
-        f"share of a round of {args.interval} steps": round(own / (args.interval * step), 6),
+        "plain step, ms": round(plain / args.interval * 1e3, 2),
+        "checksum alone, ms": round(own * 1e3, 3),
+        f"its share of a round of {args.interval} steps": round(own / plain, 6),
+        **spread_of("round with it / without", ratios),
     }
 
 
@@ -348,12 +387,13 @@ def main() -> None:
         "batch": 8,
         "interval": 20,
         "rounds": 10,
-        "variants": 4,
+        "variants": 5,
+        "warmup": 200,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the large model, default {default}")
     parser.add_argument("--large", action="store_true", help="the large model on the CPU, too: a rehearsal of --cuda")
-    parser.add_argument("--processes", action="store_true", help="with --cuda: converges of two and four processes too")
-    parser.add_argument("--checksum", action="store_true", help="of the large model, its checksum alone")
+    parser.add_argument("--processes", action="store_true", help="with --cuda: several processes too: syncs, converges")
+    parser.add_argument("--checksum", action="store_true", help="of the large model, its checksum only")
     args = parser.parse_args()
     device = "cuda" if args.cuda else "cpu"
     found: dict[str, Any] = {"torch": torch.__version__, "device": device}
@@ -363,6 +403,7 @@ def main() -> None:
         return
     if args.cuda:
         found["gpu"] = torch.cuda.get_device_name()
+    if args.cuda and args.processes:
         found["steps between converges without a host synchronisation"] = {
             kind: launch(count_syncs, 2, kind, timeout_s=120)[0] for kind in ("paper", "gradient", "loss")
         }
