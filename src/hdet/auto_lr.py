@@ -27,6 +27,7 @@ from hdet.plan import (
     interval_for,
     require_total_steps,
 )
+from hdet.policy.evaluations import BEST_RATE, LARGEST
 from hdet.run import adopted
 from hdet.schedule import (
     Wrapped,
@@ -256,6 +257,10 @@ class AutoLR(Scheduler, LRScheduler):
         the log says when training may end. Values that never were below the first one, as those of a metric for which
         higher is better, turn nothing.
 
+        With ``Copies(best=True)`` the decay starts from the best weights so far instead, at a quarter of the learning
+        rate, and takes 0.6 times the steps so far. Those are the weights at hand when this is called, and every rank
+        must pass the same loss.
+
         Args:
             loss: on validation data; a number, or a tensor with one element. On any rank, or on several: their mean
                 counts. It is taken in when the round ends.
@@ -263,12 +268,29 @@ class AutoLR(Scheduler, LRScheduler):
         """
         require_one_of("mode", mode, "min", "max")
         with self._run.lock:
-            self._run.evaluation.observe(loss if mode == "min" else -loss)
+            loss = loss if mode == "min" else -loss
+            self._run.evaluation.observe(loss)
+            if self._run.best is not None and abs(float(loss)) <= LARGEST:
+                self._run.best.offer(self.last_epoch, float(loss))
+
+    def restore_best(self) -> int:
+        """Write the weights and buffers of the lowest validation loss into the model; returns their step.
+
+        Needs ``Copies(best=True)``. The optimizer's state stays as it is. Every rank must call it.
+        """
+        with self._run.lock:
+            best = self._run.best
+            if best is None or best.step < 0:
+                why = "needs copies=Copies(best=True)" if best is None else "needs a call of evaluated(loss) first"
+                raise RuntimeError(f"restore_best() {why}: no weights were kept")
+            self._run.restore_best(best)
+            return best.step
 
     def _after_round(self) -> None:
         """Begin the final decay where validation losses have turned."""
         if self._run.decay_steps and self._schedule.cooling is None:
-            self._schedule.cool(self._run.decay_steps, ended=False)
+            share = 1.0 if self._run.best is None else BEST_RATE
+            self._schedule.cool(self._run.decay_steps, ended=False, share=share)
             self._hold()
 
     def _hold(self) -> None:

@@ -127,20 +127,25 @@ class Copies(Options):
         snapshot_device: where the copies of weights and optimizer state are kept that a rollback returns to, after
             every round; default beside the weights, and for models of more than ten million parameters on an
             accelerator in the host's memory, every hundred steps or so. Name that, e.g. ``"cuda"``, to keep them there.
+        best: keep the weights and buffers of the lowest loss that :meth:`AutoLR.evaluated` was given, in the host's
+            memory and in checkpoints: as many bytes as the weights, of each rank its own shards. A final decay that
+            begins early starts from them, and :meth:`AutoLR.restore_best` brings them back.
 
     Example:
         >>> import torch
         >>> from hdet import Copies
         >>> Copies(anchor_device="cpu", anchor_dtype=torch.bfloat16).facts()
-        {'anchor_dtype': 'torch.bfloat16', 'anchor_share': 'None'}
+        {'anchor_dtype': 'torch.bfloat16', 'anchor_share': 'None', 'best': 'False'}
     """
 
     anchor_device: Device = None
     anchor_dtype: torch.dtype | None = None
     anchor_share: float | None = None
     snapshot_device: Device = None
+    best: bool = False
 
     def __post_init__(self) -> None:
+        require(is_flag(self.best), "best", "True or False", self.best)
         dtype = self.anchor_dtype
         if dtype is not None and not (
             isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
@@ -155,7 +160,11 @@ class Copies(Options):
             require(device is None or _is_device(device), name, "a device of this machine", device)
 
     def facts(self) -> dict[str, str]:
-        return {"anchor_dtype": str(self.anchor_dtype), "anchor_share": str(self.anchor_share)}
+        return {
+            "anchor_dtype": str(self.anchor_dtype),
+            "anchor_share": str(self.anchor_share),
+            "best": str(self.best),
+        }
 
 
 @dataclass(frozen=True)

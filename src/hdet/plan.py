@@ -37,7 +37,7 @@ from hdet.signals.held_out import HeldOutGradient, Probe
 from hdet.signals.update_size import UpdateSize
 from hdet.weights.anchor import Anchor, stride_of
 from hdet.weights.averaged import Weights, check_parameters, shape_digest, trained_parameters
-from hdet.weights.snapshot import Snapshot, host_if_large
+from hdet.weights.snapshot import Best, Snapshot, host_if_large
 
 Gradients = Literal["shared", "local"]
 SignalName = Literal["loss", "gradient"]
@@ -308,6 +308,7 @@ class Plan:
             skip_nonfinite=faults.skip_nonfinite and self.act,
             freeze_file=faults.freeze_file,
             on_fork=faults.on_fork if self.act else "warn",
+            best=Best(weights) if self.copies.best else None,
         )
 
     def _make_signals(
@@ -378,6 +379,10 @@ class Plan:
                 "anchor_share below 1 needs the gradient signal without a spread, which estimates a sum from a share "
                 "of the entries; to place replicas on the line through the anchor takes all of them. Leave it out; "
                 f"got anchor_share={share}"
+            )
+        if self.copies.best and self.members.wants_to_differ:
+            raise ValueError(
+                "best=True needs replicas that hold the same weights; leave out the ensemble, or best=True"
             )
         self._check_weight_decay(signal)
 

@@ -39,7 +39,7 @@ from hdet.signals.loss import Loss, LossMeter
 from hdet.signals.update_size import UpdateSize
 from hdet.weights.anchor import Anchor, stride_of, tensors_of
 from hdet.weights.averaged import Weights
-from hdet.weights.snapshot import Snapshot
+from hdet.weights.snapshot import Best, Snapshot
 
 SLOW_S, NUM_SLOW = 1.0, 3
 """A converge shorter than this is not worth a warning; and how many slow ones in a row are."""
@@ -56,6 +56,7 @@ class Run:
         lrs: what every learning rate is on this replica.
         anchor: where effects are measured from; None for the last converge.
         undo: where rounds that are undone go back to; None where none is.
+        best: the weights of the lowest validation loss; None where they are not kept.
         slow_share: of a round, above which a converge is slow.
         step: optimizer steps already taken.
         skip_nonfinite: take gradients that are not finite out of a step.
@@ -80,6 +81,7 @@ class Run:
         skip_nonfinite: bool = False,
         freeze_file: str | os.PathLike[str] | None = None,
         on_fork: OnFork = "raise",
+        best: Best | None = None,
     ) -> None:
         self.lock = threading.RLock()
         """Held by whatever changes the state, so that another thread may save it in the meantime."""
@@ -95,6 +97,8 @@ class Run:
         self.lrs = lrs
         self.anchor = anchor
         self.undo = undo
+        self.best = best
+        policy.keeps_best = best is not None
         self.skip_nonfinite = skip_nonfinite
         self.active = replication.differs or any(not signal.compares for signal in signals)
         self.counts_updates = self.active and self.replicas.group is not None
@@ -240,6 +244,8 @@ class Run:
                 distance, averaged = self.replication.end_round(step, verdict, last=last)
                 if verdict.keep and self.undo is not None:
                     self.undo.keep()
+            if verdict.decay_steps and self.best is not None and self.best.step >= 0:
+                self.restore_best(self.best)
             if verdict.new_anchor:
                 assert self.anchor is not None
                 self.anchor.renew(self.weights.anchored())
@@ -276,6 +282,14 @@ class Run:
             self.history.write(record)
         return True
 
+    def restore_best(self, best: Best) -> None:
+        """Back to the weights of the lowest validation loss. What the loss is there nobody knows."""
+        best.restore()
+        if self.undo is not None:
+            self.undo.restart(None)
+        if self.policy.rollback is not None:
+            self.policy.rollback.start_over()
+
     def remember(self) -> tuple[Any, ...]:
         """What the end of a round replaces, to go back to where that is interrupted."""
         policy = self.policy
@@ -287,6 +301,8 @@ class Run:
         state, acting, history, facts = before
         if self.undo is not None and self.undo.restoring:
             self.undo.restore()
+        if self.best is not None and self.best.restoring:
+            self.best.restore()
         self.policy.load_state_dict(state)
         self.policy.acting = acting
         self.history.put_back(history)
@@ -343,6 +359,7 @@ class Run:
             losses_required=acting and any(signal.needs_losses for signal in self.signals),
             updates_alike=self.losses.updates_alike,
             num_steps=self.policy.num_steps(step),
+            evaluations_alike=self.best is not None,
         )
         fork = None
         if self.forks is not None:
@@ -419,6 +436,7 @@ class Run:
             "num_ranks": self.replicas.count,
             "signals": {s.name: s.state_dict() | self.replication.own_state(s) for s in self.signals},
             "joined": list(self.lrs.joined),
+            **({} if self.best is None else {"best": self.best.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
@@ -436,6 +454,7 @@ class Run:
         signals = self._read_signals(state["signals"])
         joined = joined_of(state)
         evaluation = numbers_of(state.get("evaluation", [0.0, 0.0]), "evaluation", 2, finite=False)
+        best = None if self.best is None else self.best.read_state(mapping_of(state.get("best", {}), "best"))
         self.replication.check_state(state)
         history = History.from_state(state)
         self.policy.load_state_dict(state)  # checks everything before it changes anything
@@ -447,6 +466,8 @@ class Run:
         self.replication.load_state_dict(state, step=step)
         if self.undo is not None:
             self.undo.restart(self.weights.local() if self.replication.differs else None)
+        if self.best is not None and best is not None:
+            self.best.load(best)
         self._place_anchor(anchor)
         if anchor and not state["left_at_mean"]:
             self.replication.next_round(self.lrs.multipliers())

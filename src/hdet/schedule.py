@@ -139,8 +139,8 @@ class Wrapped:
         """What a cooldown has left of the schedule."""
         return 1.0 if self.cooling is None else self.cooling.left(self.step)
 
-    def cool(self, steps: int, *, ended: bool) -> None:
-        """Begin a cooldown of so many steps, or begin it anew from here. ``ended``: whether training has."""
+    def cool(self, steps: int, *, ended: bool, share: float = 1.0) -> None:
+        """Begin a cooldown of so many steps, or begin it anew; ``ended``: whether training has, ``share``: of here."""
         if ended or self.step == self.total_steps:
             raise RuntimeError(
                 f"cooldown() must be called before training ends, but it has ended at step {self.step}; load a "
@@ -149,7 +149,7 @@ class Wrapped:
         if isinstance(self.schedule, OneCycleLR) and self.step + steps > self.schedule.total_steps:
             left = self.schedule.total_steps - self.step
             raise ValueError(f"steps must be at most {left}, where the OneCycleLR ends, but got steps={steps}")
-        self.cooling = Cooldown(self.step, int(steps), self.left)
+        self.cooling = Cooldown(self.step, int(steps), share * self.left)
         self._cooled()
 
     def hold_below_ceiling(self, lrs: LearningRates) -> None:

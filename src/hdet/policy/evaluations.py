@@ -20,6 +20,8 @@ MAX_KEPT = 512
 """Evaluations; of a longer run every second one is forgotten."""
 DECAY_SHARE = 0.3
 """Of the steps so far: the length of a decay that begins early."""
+BEST_SHARE, BEST_RATE = 0.6, 0.25
+"""The same of one from the best weights so far; and the share of the learning rate that it starts from."""
 
 
 class Evaluations:

@@ -223,6 +223,10 @@ class Rollback:
         """Whether the last round may have been broken, so that its end is never a rollback target."""
         return self.guard_state.lost > 0
 
+    def start_over(self) -> None:
+        """The weights were replaced: the next loss may be any."""
+        self.guard_state = GuardState(self.guard_state.first, noise=self.guard_state.noise)
+
     def expect(self, first: float, noise: float) -> None:
         """What the loss is before training, and how far batches are apart."""
         self.guard_state = GuardState(first, noise=noise)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hdet.checks import BoolArray, FloatArray, flag_of, mapping_of, number, numbers_of, shown, whole_of
-from hdet.policy.evaluations import DECAY_SHARE, Evaluations
+from hdet.policy.evaluations import BEST_SHARE, DECAY_SHARE, Evaluations
 from hdet.policy.level import NUM_FIRST, Level, Sizes
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
@@ -160,6 +160,8 @@ class RoundPolicy:
         self.frozen = False
         """Whether the scale holds still for good."""
         self.evaluations = Evaluations()
+        self.keeps_best = False
+        """Whether a final decay that begins early starts from the best weights so far."""
         self.interval = interval
         self.acting = acting
         self.rollback = rollback
@@ -223,8 +225,9 @@ class RoundPolicy:
         if decay_steps:
             begins = "begins" if self.acts else "would begin"
             events += (
-                f"validation has not improved since step {self.evaluations.best_step}: the final decay {begins} here, "
-                f"and training may end at step {seen.step + decay_steps}",
+                f"validation has not improved since step {self.evaluations.best_step}: the final decay {begins} here"
+                f"{', from the best weights so far' if self.keeps_best else ''}, and training may end at step "
+                f"{seen.step + decay_steps}",
             )
         if not was_done and self.level is not None and self.level.done and not self.first_losses:
             messages = (NO_LOSS,)
@@ -291,8 +294,10 @@ class RoundPolicy:
     def _decay_steps(self, seen: Seen) -> int:
         """Take in a validation loss; how long a final decay should be that begins now, before its time."""
         turned = not math.isnan(seen.evaluation) and self.evaluations.add(seen.step, seen.evaluation)
-        steps = max(math.ceil(DECAY_SHARE * seen.step), 1)
-        early = seen.step <= self.acting[1] and steps < seen.left
+        steps = max(math.ceil((BEST_SHARE if self.keeps_best else DECAY_SHARE) * seen.step), 1)
+        if self.keeps_best:
+            steps = int(min(steps, seen.left))
+        early = seen.step <= self.acting[1] and (steps < seen.left or self.keeps_best)
         return steps if turned and early and not (seen.last or self.frozen or self.searching) else 0
 
     def _phase(self, step: int, *, acting: bool) -> str:

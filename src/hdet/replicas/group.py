@@ -398,6 +398,7 @@ def exchange(
     losses_required: bool,
     updates_alike: bool = False,
     num_steps: int | None = None,
+    evaluations_alike: bool = False,
 ) -> Reports:
     """Everyone's facts; an error on all replicas where they cannot go on together.
 
@@ -450,6 +451,15 @@ def exchange(
             f"the controller needs a loss from every replica in every round, but replicas "
             f"{np.flatnonzero(weights == 0).tolist()} gave none up to step {mine.step}; "
             "call step(loss), or observe(loss) before a bare step()"
+        )
+    given = [found[name].flatten() for name in ("num_evaluations", "evaluation")]
+    if evaluations_alike and any(
+        not np.array_equal(each, np.full_like(each, each[0]), equal_nan=True) for each in given
+    ):
+        raise RuntimeError(
+            "with Copies(best=True) every rank must pass the same validation loss to evaluated(), after the same step, "
+            f"but in the round up to step {mine.step} ranks passed {[int(n) for n in given[0]]} losses, with the sums "
+            f"{given[1].tolist()}; reduce the loss over ranks first (in Lightning, self.log(..., sync_dist=True))"
         )
     with np.errstate(invalid="ignore", divide="ignore"):
         losses = totals / weights

@@ -123,6 +123,12 @@ class Weights:
         """
         return self.local() | self._by_key(self.unnamed())
 
+    def whole_model(self) -> list[Tensor]:
+        """All that training may change, frozen or not: the same tensors in the same order at any time."""
+        self.reshard()
+        buffers = {id(b): b for b in self.model.buffers()} if self.model is not None else {}
+        return [*trained_parameters(self.optimizer, self.model), *buffers.values(), *self.unnamed()]
+
     def unnamed(self) -> list[Tensor]:
         """Buffers of the model, where ``model=`` was not passed."""
         if self.model is None and self._unnamed is None:

@@ -1,8 +1,9 @@
-"""The last healthy centre: weights and optimizer state to go back to, copied while the devices go on."""
+"""Weights to go back to: the last healthy ones, copied while the devices go on, and the best by evaluations."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -11,15 +12,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.checks import number, shown, whole_of
 from hdet.replicas.sharding import (
     LARGE_MODEL,
     Sharding,
+    as_saved,
+    expanded_dims,
     local_tensor,
     local_tensors,
     num_parameters,
     on_mesh,
     shardings,
 )
+from hdet.weights.anchor import tensors_of
+from hdet.weights.averaged import Weights
 
 Tensors = Mapping[int, Tensor] | Sequence[Tensor]
 
@@ -121,6 +127,73 @@ class Snapshot:
 
     def _pins(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and self.device is not None and self.device.type == "cpu"
+
+
+class Best:
+    """The weights and buffers of the lowest validation loss so far, on the host; each rank keeps its own shards.
+
+    Args:
+        weights: of this replica.
+
+    Attributes:
+        step, loss: of that evaluation; -1 and infinite before the first one.
+        restoring: whether they are on their way back, or were interrupted there.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.step, self.loss = -1, math.inf
+        self.restoring = False
+        self._copies: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def offer(self, step: int, loss: float) -> None:
+        """Keep the weights as they are if the loss is the lowest."""
+        if not loss < self.loss:
+            return
+        self.step = -1  # half of a copy is none
+        tensors = self.weights.whole_model()
+        for t, view in zip(tensors, local_tensors(tensors), strict=True):
+            kept = self._copies.get(self.weights.key(t))
+            if kept is None or kept.shape != view.shape or kept.dtype != view.dtype:
+                self._copies[self.weights.key(t)] = view.detach().to("cpu", copy=True)
+            else:
+                kept.copy_(view)
+        self.step, self.loss = step, loss
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write them into the model. What has joined since stays as it is."""
+        self.restoring = True
+        tensors = self.weights.whole_model()
+        for t, view in zip(tensors, local_tensors(tensors), strict=True):
+            if (kept := self._copies.get(self.weights.key(t))) is not None:
+                for dim in expanded_dims(view):  # their elements share memory: write it once
+                    view, kept = view.narrow(dim, 0, 1), kept.narrow(dim, 0, 1)
+                view.copy_(kept)
+        self.restoring = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded as the weights are; before the first evaluation those at hand, so that it always has as many."""
+        tensors = self.weights.whole_model()
+        found = zip(tensors, local_tensors(tensors), strict=True)
+        copies = [as_saved(self._copies.get(self.weights.key(t), view).detach(), t) for t, view in found]
+        return {"step": self.step, "loss": self.loss, "weights": copies}
+
+    def read_state(self, state: Mapping[str, Any]) -> tuple[int, float, dict[int, Tensor]]:
+        """What :meth:`load` takes; ValueError or KeyError where it cannot be used."""
+        if not state or state["step"] == -1:  # of a run that kept none
+            return -1, math.inf, {}
+        tensors = self.weights.whole_model()
+        parts = tensors_of(state["weights"], tensors, "the best weights", "the shapes of the model", finite=False)
+        copies = {self.weights.key(t): part.to("cpu", copy=True) for t, part in zip(tensors, parts, strict=False)}
+        step, loss = whole_of(state["step"], "step of the best weights"), number(state["loss"])
+        if math.isnan(loss) or not copies:
+            raise ValueError(f"the best weights must have a finite loss, but got {shown(state['loss'])}")
+        return step, loss, copies
+
+    def load(self, found: tuple[int, float, dict[int, Tensor]]) -> None:
+        self.step, self.loss, self._copies = found
 
 
 class _Home(NamedTuple):
