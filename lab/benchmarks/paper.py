@@ -8,9 +8,15 @@
     python lab/benchmarks/paper.py residual shakespeare-gpt              # Eq. 8 as printed
     python lab/benchmarks/paper.py permutations two-groups               # fixed, permuted, balanced
     python lab/benchmarks/paper.py means shakespeare-gpt --intervals 10  # other means, with local gradients
+    python lab/benchmarks/paper.py distance shakespeare-gpt              # from learning rates far from the best
+    python lab/benchmarks/paper.py tuning shakespeare-gpt                # sigma, lambda and beta varied
+    python lab/benchmarks/paper.py barrier shakespeare-gpt               # are replicas in different basins?
+    python lab/benchmarks/paper.py bias shakespeare-gpt                  # losses of own batches as a hypergradient
+    python lab/benchmarks/paper.py search wikitext --full --device cuda  # against a grid at equal compute
 
 Small versions of the tasks, minutes on two cores; ``--full --device cuda`` for the lab's own sizes. Every run is listed
-and written to lab/benchmarks/results/paper/ with commit, settings, seeds, data hashes and hardware.
+and written to lab/benchmarks/results/paper/ with commit, settings, seeds, data hashes and hardware. The paper's
+controller is run with both velocities of Eq. 7. Intervals are of 95%, by Student's t over seeds.
 """
 
 from __future__ import annotations
@@ -24,24 +30,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from hdet_lab.commands.ablate import find_divergence
+from hdet_lab.recipes import PEAK_SHARE, starts
 from hdet_lab.runs import provenance
+from hdet_lab.stacked.buffers import mean_buffers
+from hdet_lab.stacked.engine import StackedModels
 from hdet_lab.stacked.run import Run
 from hdet_lab.stacked.sweep import sweep
 from hdet_lab.tasks.base import Task
-from paper_loop import ASSIGNMENTS, Setting, printed_gamma, train
+from paper_loop import ASSIGNMENTS, Outcome, Setting, printed_gamma, train
 from paper_sharpness import sharpness
-from paper_tasks import LRS, Later, make_task, steps_of
+from paper_tasks import LRS, STEPS, Later, make_task, steps_of
 
 SPREAD = 1 / 9
 TEMPERATURES = (0.1, 0.002)
 """That of the paper, and the default of its code."""
+VELOCITIES: tuple[Literal["relative", "absolute"], ...] = ("relative", "absolute")
 Row = dict[str, Any]
+# Student's t of 95% for 1 to 9 degrees of freedom.
+T_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -68,9 +80,9 @@ class Bench:
         settings = {"num_replicas": self.args.replicas, "interval": self.interval, "spread": SPREAD, **settings}
         return Run(lr=lr, seed=seed, method=method, label=label, **settings)
 
-    def train(self, settings: Sequence[Setting], **options: Any) -> list[Any]:
+    def train(self, settings: Sequence[Setting], *, task: Any = None, **options: Any) -> list[Outcome]:
         options = {"num_replicas": self.args.replicas, "interval": self.interval, **self.options, **options}
-        return train(self.task, settings, **options)
+        return train(self.task if task is None else task, settings, **options)
 
     def best_lr(self) -> tuple[float, list[Row]]:
         """The learning rate that is fine: the best of plain training, by the mean over seeds."""
@@ -110,28 +122,63 @@ def _row(result: Any, **more: Any) -> Row:
     }
 
 
+def hdet(label: str, lr: float, seed: int, **more: Any) -> list[Setting]:
+    """The paper's method, at both temperatures and with both velocities."""
+    return [
+        Setting(f"{label} {t} {v}", lr, seed, temperature=t, velocity=v, **more)
+        for t in TEMPERATURES
+        for v in VELOCITIES
+    ]
+
+
+def _outcome_row(outcome: Outcome, **more: Any) -> Row:
+    s = outcome.setting
+    row = {"label": s.label, "seed": s.seed, "lr": s.lr, "loss": outcome.validation["loss"], **more}
+    return row | ({"error": outcome.error} if outcome.error else {})
+
+
+def against(rows: Sequence[Row], reference: str) -> None:
+    """Give each row the change of its loss against that of the same seed in the row labelled ``reference``."""
+    losses = {row["seed"]: row["loss"] for row in rows if row["label"] == reference}
+    for row in rows:
+        if row["label"] != "grid":
+            row["change"] = _value(row["loss"]) / losses[row["seed"]] - 1
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half of its interval of 95%."""
+    if len(values) < 2:
+        return values[0], math.nan
+    return statistics.fmean(values), T_95[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def nine(bench: Bench) -> list[Row]:
     """Nine times what is fine: the paper's configurations, cold and from a trained checkpoint."""
     low, rows = bench.best_lr()
     high = bench.args.factor * low
-    checkpoints = bench.checkpoints(low)
-    runs = []
+    eq_8: dict[str, Any] = {"decay": bench.args.decay}
+    settings: list[Setting] = []
     for seed in bench.seeds:
-        runs += [
-            bench.run("Baseline-Low", low, seed),
-            bench.run("Baseline-High", high, seed),
-            bench.run("spread", high, seed, "spread"),
-            bench.run("Baseline-Low, warm", low, seed, warm_noise=0.0),
-            bench.run("Warm-Init", high, seed, warm_noise=0.01),
-            bench.run("spread, warm", high, seed, "spread", warm_noise=0.01),
-            bench.run("AutoLR", high, seed, "gradient"),
+        settings += [
+            Setting("Baseline-High", high, seed, spread=0.0),
+            Setting("Baseline-Low", low, seed, spread=0.0),
+            Setting("Baseline-High, its decay", high, seed, spread=0.0, **eq_8),
+            Setting("spread", high, seed),
+            Setting("Baseline-Low, warm", low, seed, spread=0.0, warm_noise=0.0),
+            Setting("Warm-Init", high, seed, spread=0.0, warm_noise=0.01),
+            Setting("spread, warm", high, seed, warm_noise=0.01),
+            *hdet("HDET, cold", high, seed, **eq_8),
+            *hdet("HDET, warm", high, seed, warm_noise=0.01, **eq_8),
         ]
-        for t in TEMPERATURES:
-            paper = {"controller": {"temperature": t}}
-            runs.append(bench.run(f"HDET {t}", high, seed, "paper", **paper))
-            runs.append(bench.run(f"HDET {t}, warm", high, seed, "paper", warm_noise=0.01, **paper))
     task = Later(bench.task, bench.num_steps)
-    return rows + [_row(result) for result in sweep(task, runs, checkpoints=checkpoints, **bench.options)]
+    checkpoints = bench.checkpoints(low)
+    acts_from = 0.02 if bench.args.decay == "one-cycle" else PEAK_SHARE  # S_warm: Eq. 8 begins at the peak
+    for each in bench.args.intervals if bench.args.decay != "one-cycle" else [bench.interval]:
+        options = {"interval": each, "checkpoints": checkpoints, "acts_from": acts_from}
+        found = [_outcome_row(outcome, interval=each) for outcome in bench.train(settings, task=task, **options)]
+        against(found, "Baseline-High")
+        rows += found
+    return rows
 
 
 def warm(bench: Bench) -> list[Row]:
@@ -187,7 +234,9 @@ def flat(bench: Bench) -> list[Row]:
                 bench.run(f"spread 1/9 x{factor:g}", lr, seed, "spread"),
                 bench.run(f"local mean x{factor:g}", lr, seed, "local"),
             ]
-            runs.append(bench.run(f"HDET x{factor:g}", lr, seed, "paper", controller={"temperature": TEMPERATURES[0]}))
+            for v in VELOCITIES:
+                paper = {"temperature": TEMPERATURES[0], "velocity": v}
+                runs.append(bench.run(f"HDET {v} x{factor:g}", lr, seed, "paper", controller=paper))
     results = sweep(bench.task, runs, on_end=look, **bench.options)
     return rows + [_row(result, **found[id(result.run)]) for result in results]
 
@@ -196,20 +245,16 @@ def groups(bench: Bench) -> list[Row]:
     """Scale that the paper's controller gives each param group by the end, at the best learning rate and 9 times it."""
     low, rows = bench.best_lr()
     settings = [
-        Setting(f"sigma {t} x{factor:g}", factor * low, seed, temperature=t)
-        for t in TEMPERATURES
+        setting
         for factor in (1.0, bench.args.factor)
         for seed in bench.seeds
+        for setting in hdet(f"x{factor:g}", factor * low, seed)
     ]
     names = list(bench.task.groups(bench.task.build(0)))
     for outcome in bench.train(settings):
         scales = dict(zip(names, outcome.scales[-1], strict=True))
         order = sorted(names, key=lambda name: scales[name])
-        s = outcome.setting
-        rows.append(
-            {"label": s.label, "seed": s.seed, "lr": s.lr, "loss": outcome.validation["loss"],
-             "scales": scales, "order": " < ".join(order)}
-        )  # fmt: skip
+        rows.append(_outcome_row(outcome, scales=scales, order=" < ".join(order)))
     return rows
 
 
@@ -223,16 +268,15 @@ def residual(bench: Bench) -> list[Row]:
         ("printed 25, 1e4", "printed", (25.0, 1e4)),
     ]
     settings = [
-        Setting(label, low, seed, decay=decay, factors=factors, temperature=TEMPERATURES[0])
+        Setting(f"{label} {v}", low, seed, decay=decay, factors=factors, temperature=TEMPERATURES[0], velocity=v)
         for label, decay, factors in kinds
+        for v in VELOCITIES
         for seed in bench.seeds
     ]
     for outcome in bench.train(settings):
         s = outcome.setting
         left = 1 - printed_gamma(s.factors[0], s.factors[1], 1) if s.decay == "printed" else 1 / (25 * 1e4)
-        rows.append(
-            {"label": s.label, "seed": s.seed, "lr": s.lr, "loss": outcome.validation["loss"], "left": left}
-        )  # fmt: skip
+        rows.append(_outcome_row(outcome, left=left))
     return rows
 
 
@@ -242,17 +286,15 @@ def permutations(bench: Bench) -> list[Row]:
     num_groups = len(bench.task.groups(bench.task.build(0)))
     offsets = tuple(4.0 if i % 2 else 0.25 for i in range(num_groups))
     settings = [
-        Setting(f"{how}, sigma {t}", low, seed, temperature=t, assignment=how, offsets=offsets)
+        setting
         for how in ASSIGNMENTS
-        for t in TEMPERATURES
         for seed in bench.seeds
+        for setting in hdet(how, low, seed, assignment=how, offsets=offsets)
     ]
     for outcome in bench.train(settings):
-        s = outcome.setting
-        moved = [end / start for end, start in zip(outcome.scales[-1], offsets, strict=True)]
         rows.append(
-            {"label": s.label, "seed": s.seed, "lr": s.lr, "loss": outcome.validation["loss"], "moved": moved}
-        )  # fmt: skip
+            _outcome_row(outcome, moved=[end / start for end, start in zip(outcome.scales[-1], offsets, strict=True)])
+        )
     return rows
 
 
@@ -280,8 +322,182 @@ def means(bench: Bench) -> list[Row]:
     return rows + [_row(result) for result in shared]
 
 
+def distance(bench: Bench) -> list[Row]:
+    """From learning rates far from the best: what the controller gains on the schedule alone, and where it goes."""
+    low, rows = bench.best_lr()
+    best = dict.fromkeys(bench.seeds, math.inf)
+    for factor in (1 / 27, 1 / 9, 1 / 3, 1.0, 3.0, 9.0, 27.0):
+        lr, name = factor * low, f"x{factor:.3g}"
+        settings: list[Setting] = []
+        for seed in bench.seeds:
+            settings += [Setting(f"{name} plain", lr, seed, spread=0.0), *hdet(f"{name} HDET", lr, seed)]
+        outcomes = bench.train(settings)
+        found = [_outcome_row(o, scale=math.exp(statistics.fmean(map(_log, o.scales[-2])))) for o in outcomes]
+        against(found, f"{name} plain")
+        for row in found:
+            best[row["seed"]] = min(best[row["seed"]], _value(row["loss"]))
+        rows += found
+    for row in rows:
+        if row["label"] != "grid":
+            row["above_best"] = _value(row["loss"]) / best[row["seed"]] - 1
+    return rows
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def tuning(bench: Bench) -> list[Row]:
+    """Sigma, lambda and beta, one at a time around the paper's .1, .5, .9; at the best learning rate and 9 times it."""
+    low, rows = bench.best_lr()
+    varied: list[tuple[str, dict[str, float]]] = [
+        *((f"sigma {t}", {"temperature": t}) for t in (0.0002, 0.002, 0.02, 0.1, 1.0)),
+        *((f"lambda {r}", {"rate": r}) for r in (0.1, 2.0, 8.0)),
+        *((f"beta {m}", {"momentum": m}) for m in (0.0, 0.5, 0.99)),
+        # With a temperature at which the controller acts at all.
+        *((f"sigma 0.002, lambda {r}", {"temperature": 0.002, "rate": r}) for r in (0.1, 2.0, 8.0)),
+        *((f"sigma 0.002, beta {m}", {"temperature": 0.002, "momentum": m}) for m in (0.0, 0.5, 0.99)),
+    ]
+    for factor in (1.0, bench.args.factor):
+        settings = [Setting(f"x{factor:g} plain", factor * low, seed, spread=0.0) for seed in bench.seeds]
+        for v in VELOCITIES:
+            for name, given in varied:
+                arguments: dict[str, Any] = {"temperature": 0.1, "velocity": v, **given}
+                settings += [Setting(f"x{factor:g} {name} {v}", factor * low, s, **arguments) for s in bench.seeds]
+        found = [_outcome_row(outcome) for outcome in bench.train(settings)]
+        against(found, f"x{factor:g} plain")
+        rows += found
+    return rows
+
+
+def barrier(bench: Bench) -> list[Row]:
+    """The loss on the line between the two outermost replicas before a converge, above that at its ends.
+
+    Halfway through the run; against the line between two runs of different seeds: a deep ensemble.
+    """
+    low, rows = bench.best_lr()
+
+    def compare(label: str, settings: Sequence[Setting], interval: int, *, shared: bool = True) -> None:
+        at = max(interval, bench.num_steps // 2 // interval * interval)
+
+        def look(step: int, engine: StackedModels, *_: Any) -> None:
+            for i, setting in enumerate(settings) if step == at else ():
+                other = engine.weights[i, -1] if setting.spread else engine.weights[(i + 1) % len(settings), 0]
+                found = _line(bench.task, engine, i, engine.weights[i, 0], other)
+                rows.append({"label": label.format(setting.spread), "seed": setting.seed, **found})
+
+        bench.train(settings, interval=interval, watch=look, shared=shared)
+
+    for each in bench.args.intervals:
+        spread = [Setting("", low, seed, spread=a, assignment="fixed") for a in (SPREAD, 0.5) for seed in bench.seeds]
+        for name in ("shared", "local"):
+            compare(f"{name}, T={each}, spread {{:.2f}}", spread, each, shared=name == "shared")
+    compare("two seeds", [Setting("", low, seed, spread=0.0) for seed in bench.seeds], bench.interval)
+    return rows
+
+
+def _line(task: Task, engine: StackedModels, run: int, one: Tensor, other: Tensor) -> Row:
+    buffers = mean_buffers(engine.buffers)
+    shares = [k / 10 for k in range(11)]
+    losses = [
+        task.evaluate(engine._filled_model(torch.lerp(one, other, share), buffers, run))["loss"] for share in shares
+    ]
+    chords = [losses[0] + share * (losses[-1] - losses[0]) for share in shares]
+    above = max(loss - chord for loss, chord in zip(losses, chords, strict=True))
+    return {"loss": losses[0], "barrier": above / losses[0], "distance": float((one - other).norm() / one.norm())}
+
+
+def bias(bench: Bench) -> list[Row]:
+    """Slopes of the loss over rho at the end of each round: of a fresh batch each, and of one large batch for all."""
+    low, rows = bench.best_lr()
+    task, n = bench.task, bench.args.replicas
+    probe = torch.cat([task.rows(10**6 + k) for k in range(math.ceil(1024 / task.batch_rows))])[:1024]
+    for batch in bench.args.rows_each:
+        seen: dict[int, list[tuple[float, ...]]] = {seed: [] for seed in bench.seeds}
+
+        def look(
+            step: int, engine: StackedModels, losses: Any, rho: Sequence[Any],
+            batch: int = batch, seen: dict[int, list[tuple[float, ...]]] = seen,
+        ) -> None:  # fmt: skip
+            drawn = torch.cat(
+                [task.rows(2 * 10**6 + 1000 * step + k) for k in range(math.ceil(n * batch / task.batch_rows))]
+            )
+            own = _losses(task, engine, drawn[: n * batch].view(1, n, batch).expand(len(bench.seeds), n, batch))
+            same = _losses(task, engine, probe.view(1, 1, -1).expand(len(bench.seeds), n, len(probe)))
+            kept = engine.weights.clone()
+            engine.weights.copy_(engine.mean().unsqueeze(1).expand_as(kept))
+            at_mean = _losses(task, engine, probe.view(1, 1, -1).expand(len(bench.seeds), n, len(probe)))[:, 0]
+            engine.weights.copy_(kept)
+            for i, seed in enumerate(bench.seeds):
+                places = torch.from_numpy(rho[i][0]) - 1  # of the first group
+                slopes = [float(places @ each[i] / places.square().sum()) for each in (own, same)]
+                deltas = [float(places @ torch.softmax(-each[i] / t, 0)) for each in (own, same) for t in TEMPERATURES]
+                seen[seed].append((*slopes, *deltas, float(same[i].mean() - at_mean[i]), float(own[i].std())))
+
+        settings = [Setting("", low, seed, temperature=0.1) for seed in bench.seeds]
+        bench.train(settings, watch=look)
+        for seed, found in seen.items():
+            own, same, d1, d2, p1, p2, gap, spread = map(torch.tensor, zip(*found, strict=True))
+            difference = own - same
+            rows.append(
+                {"label": f"{batch} rows", "seed": seed, "slope": float(same.mean()),
+                 "slope_bias": float(difference.mean()),
+                 "slope_noise": float(difference.std()), "signal": float(same.std()),
+                 "same_sign": float((own.sign() == same.sign()).float().mean()),
+                 "delta_0.1": float(d1.mean()), "delta_0.1_probe": float(p1.mean()),
+                 "delta_0.002": float(d2.mean()), "delta_0.002_probe": float(p2.mean()),
+                 "delta_0.002_sd": float(d2.std()), "delta_0.002_probe_sd": float(p2.std()),
+                 "mean_of_losses_above_loss_of_mean": float(gap.mean()), "batch_sd": float(spread.mean())}
+            )  # fmt: skip
+    return rows
+
+
+@torch.no_grad()
+def _losses(task: Task, engine: StackedModels, rows: Tensor) -> Tensor:
+    """(R, N), of each replica on its rows of (R, N, rows)."""
+    batch = tuple(t.flatten(0, 1) for t in task.gather(rows))
+    buffers = {name: buffer.flatten(0, 1).clone() for name, buffer in engine.buffers.items()}
+    found = engine._losses(engine.weights.flatten(0, 1), buffers, batch)
+    return found.view(engine.weights.shape[:2]).double().cpu()
+
+
+def search(bench: Bench) -> list[Row]:
+    """HDET on N replicas, each with a full batch, against a grid of N learning rates, at equal compute and steps."""
+    n, args = bench.args.replicas, bench.args
+    alone = make_task(args.task, args.data, full=args.full, batch_rows=bench.task.batch_rows // n)
+    grid = starts(args.optimizer)
+    rows: list[Row] = []
+
+    def add(settings: Sequence[Setting], **options: Any) -> None:
+        began = time.perf_counter()
+        outcomes = bench.train(settings, **options)
+        seconds = (time.perf_counter() - began) / len(settings)
+        for outcome in outcomes:
+            more = {k: v for k, v in outcome.validation.items() if k != "loss"}
+            rows.append(_outcome_row(outcome, seconds=seconds, **more))
+
+    add([Setting("grid", lr, seed, spread=0.0) for lr in grid for seed in bench.seeds], task=alone, num_replicas=1)
+    best = {seed: min(_value(r["loss"]) for r in rows if r["seed"] == seed) for seed in bench.seeds}
+    for lr in args.starts:
+        chosen: list[Setting] = []
+        for seed in bench.seeds:
+            chosen += [Setting(f"plain, N batches, {lr:g}", lr, seed, spread=0.0), *hdet(f"HDET, {lr:g}", lr, seed)]
+        add(chosen)
+    auto = [Run(lr=1e-3, seed=seed, method="gradient", interval=bench.interval, label="AutoLR, N batches") for seed in
+            bench.seeds]  # fmt: skip
+    results = sweep(bench.task, auto, schedule="none", **bench.options)
+    rows += [{"label": r.run.label, "seed": r.run.seed, "lr": r.run.lr, "loss": r.validation["loss"]} for r in results]
+    for row in rows:
+        row["change"] = _value(row["loss"]) / best[row["seed"]] - 1
+    return rows
+
+
 CLAIMS: dict[str, Callable[[Bench], list[Row]]] = {
-    each.__name__: each for each in (nine, warm, mean, flat, groups, residual, permutations, means)
+    each.__name__: each
+    for each in (
+        *(nine, warm, mean, flat, groups, residual, permutations, means),
+        *(distance, tuning, barrier, bias, search),
+    )
 }
 RULES = ("mean", "mean spread", "elastic", "grawa", "nesterov:0.7,0.9", "nesterov:0.7,0.9 spread")
 
@@ -297,14 +513,18 @@ def compact(value: Any) -> Any:
 
 def show(rows: Sequence[Row]) -> None:
     for label in dict.fromkeys(row["label"] for row in rows):
-        for steps in dict.fromkeys(row.get("steps") for row in rows if row["label"] == label):
-            mine = [row for row in rows if row["label"] == label and row.get("steps") == steps]
+        for steps in dict.fromkeys(row.get("steps", row.get("interval")) for row in rows if row["label"] == label):
+            mine = [row for row in rows if row["label"] == label and row.get("steps", row.get("interval")) == steps]
             if label == "grid":
                 lrs = dict.fromkeys(row["lr"] for row in mine)
                 print("grid:", {lr: [round(_value(r["loss"]), 4) for r in mine if r["lr"] == lr] for lr in lrs})
                 continue
             names = [name for name in mine[0] if name not in ("label", "seed", "steps")]
-            cells = [f"{name} " + ", ".join(_cell(row[name]) for row in mine) for name in names]
+            cells = [f"{name} " + ", ".join(_cell(row.get(name)) for row in mine) for name in names]
+            for name in ("loss", "change"):
+                if all(isinstance(row.get(name), float) and math.isfinite(row[name]) for row in mine):
+                    middle, half = interval([row[name] for row in mine])
+                    cells.append(f"mean {name} {middle:.4g} +- {half:.2g}")
             print(label, "" if steps is None else f"({steps} steps)", "|", " | ".join(cells))
 
 
@@ -315,7 +535,7 @@ def _cell(value: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("claim", choices=list(CLAIMS))
-    parser.add_argument("task", choices=["shakespeare-gpt", "feed", "fashion", "quadratic", "two-groups"])
+    parser.add_argument("task", choices=[*STEPS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--optimizer", choices=sorted(LRS), default="adam")
     parser.add_argument("--lr", type=float, help="that is fine; default the best of plain training")
@@ -323,7 +543,12 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--interval", type=int, help="T; default a sixtieth of the run")
-    parser.add_argument("--intervals", type=int, nargs="+", default=[10, 50, 200], help="of means")
+    parser.add_argument("--intervals", type=int, nargs="+", default=[10, 50, 200], help="of means and barrier")
+    parser.add_argument(
+        "--decay", choices=["one-cycle", "floor", "printed"], default="one-cycle", help="Eq. 8, of nine"
+    )
+    parser.add_argument("--rows-each", type=int, nargs="+", default=[4, 16, 64], help="of bias: rows of a replica")
+    parser.add_argument("--starts", type=float, nargs="+", default=[1e-4, 1e-3, 1e-2], help="of search")
     parser.add_argument("--rules", nargs="+", default=list(RULES), help='of means; "mean spread": with a spread')
     parser.add_argument("--swap", type=float, nargs="*", default=[0.5, 0.75], help="of means: where SWAP trains apart")
     parser.add_argument("--suffix", default="", help="of the record's name")

@@ -54,6 +54,8 @@ def warm_noise(
                 * parameters[name].norm()
                 / math.sqrt(parameters[name].numel())
                 * unit_noise(parameters[name], name, seed=run.seed, replica=replica)
+                if nu
+                else torch.zeros_like(parameters[name])
                 for name in names
             ]
             noise.append(torch.cat([draw.flatten() for draw in draws]))

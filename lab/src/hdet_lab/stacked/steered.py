@@ -9,7 +9,7 @@ import numpy as np
 from hdet.checks import BoolArray, FloatArray
 from hdet.options import Adapt
 from hdet.policy.level import Sizes
-from hdet.policy.rollback import BrokenError, Rollback
+from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy, Seen, Verdict
 from hdet.policy.steering import Steering
 from hdet.signals.gradient import mean_and_error
@@ -89,7 +89,7 @@ class Steered:
             )  # fmt: skip
             try:
                 verdict = self.policy.end_round(seen)
-            except BrokenError as error:
+            except RuntimeError as error:  # it is broken, or Eq. 7 would ascend
                 self.result.error = str(error)
         seen = losses[np.isfinite(losses)]
         self.result.steps.append(step)
