@@ -77,6 +77,11 @@ FOUND = "AutoLR found a peak learning rate of 0.03, 30 times the 0.001 it was gi
             [learned(2.0), learned(3.0)],
             "Of 2 configurations AutoLR has the lowest validation loss: 2, ahead of AutoLR (3).",
         ),
+        (
+            [fixed(2.0), Group("AutoLR", [run(1.0, scale=30.0, num_steps=500)])],
+            f"{FOUND}. Its validation loss is 50% lower than with the same schedule left as it is: 1 against 2. These "
+            "runs differ in length.",
+        ),
         ([learned(None), learned(None)], "None of the 2 configurations has a finite loss."),
     ],
 )

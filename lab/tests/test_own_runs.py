@@ -88,7 +88,7 @@ def test_a_report_about_a_file(log: Path, tmp_path: Path, capfd: pytest.CaptureF
         f"The run found a peak learning rate of {peak:.2g}, 86 times the 0.002 it was given; the training loss is "
         "0.171 at step 120. One round was undone."
     )
-    assert f"<td>log.jsonl</td><td>0.1708</td><td>{peak:.2g}</td><td>0.002</td><td>120</td><td>2</td><td>1</td>" in html
+    assert f"<td>log</td><td>0.1708</td><td>{peak:.2g}</td><td>0.002</td><td>120</td><td>2</td><td>1</td>" in html
     assert "<b>step 40</b> The round was undone, and the learning rate lowered." in html
     assert "<td>param groups</td><td>body, head/last</td>" in html
     assert {path.stem for path in (tmp_path / "log-report").glob("*.png")} == {
@@ -164,11 +164,11 @@ def test_a_folder_of_runs_is_one_page(tmp_path: Path, capfd: pytest.CaptureFixtu
     (tmp_path / "data.jsonl").write_text('{"text": "not a record"}\n')
     (tmp_path / "empty.jsonl").write_text("")
     html = page_of(tmp_path, tmp_path / "out", capfd)
-    assert "<td>auto.jsonl</td>" in html
-    assert "<td>plain.jsonl</td>" in html
+    assert "<td>auto</td>" in html
+    assert "<td>plain</td>" in html
     assert "not a record" not in html
     # A report lies among the runs without being one.
-    assert page_of(tmp_path, tmp_path / "out", capfd).count("<td>auto.jsonl</td>") == 1
+    assert page_of(tmp_path, tmp_path / "out", capfd).count("<td>auto</td>") == 1
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_a_page_of_the_labs_own_metrics(tmp_path: Path, capfd: pytest.CaptureFix
     lines = [{"event": "round", "time_s": 1.0, **as_json(record(index).as_dict())} for index in range(3)]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"event": "end", "step": 40}]))
-    assert "<td>metrics.jsonl</td>" in page_of(path, tmp_path / "out", capfd)
+    assert "<td>metrics</td>" in page_of(path, tmp_path / "out", capfd)
     shutil.rmtree(tmp_path / "out")
 
 

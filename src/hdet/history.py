@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hdet.checks import FloatArray, mapping_of, numbers_of, whole_of
-from hdet.notices import tell
+from hdet.notices import is_first_rank, tell
 from hdet.policy.round import Verdict
 from hdet.policy.steering import KnobEvidence, Steering
 
@@ -244,8 +244,8 @@ class History:
         return list(self._records)
 
     def say(self, verdict: Verdict, *, stacklevel: int) -> None:
-        """Tell the user what was done to the run."""
-        for message in verdict.messages:
+        """Tell the user what was done to the run, which is the same on all ranks."""
+        for message in verdict.messages if is_first_rank() else ():
             warnings.warn(message, stacklevel=stacklevel)
         if not verdict.messages and not verdict.go_back:  # rounds that are undone are warned of
             for event in verdict.events:

@@ -9,9 +9,14 @@ import torch.distributed as dist
 logger = logging.getLogger("hdet")
 
 
+def is_first_rank() -> bool:
+    """Whether this rank says what is the same on all of them."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+
+
 def tell(message: str) -> None:
     """Log it on the first rank; to standard error where the program has no logging of its own."""
-    if dist.is_available() and dist.is_initialized() and dist.get_rank():
+    if not is_first_rank():
         return
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)

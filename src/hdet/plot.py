@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 HUGE = 1e100  # matplotlib's arithmetic overflows where numbers are near the largest there is,
 TINY = 1e-100  # and underflows where they are near the smallest
 SAME = 1e-3  # relative; learning rates this close are one line of a chart
+LOG_SPAN = 3  # losses that fall further than this are drawn on a logarithmic axis: a linear one is flat after that
 GREY = "0.55"
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 220, 58, 58, 24, 26
 RATE, LOSS, UNDONE = "#0072b2", "#d55e00", "#cc3311"
@@ -38,6 +39,7 @@ class Curves:
         status: ``done``, ``diverged``, ``unfinished``, or empty where it is not known.
         found_peak: the highest learning rate by ``scheduler.found()``, which knows rounds that are not among these
             records; None where only the records are known.
+        earlier: steps, and the learning rate of each param group, from before a resume.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Curves:
     num_steps: int = 0
     status: str = ""
     found_peak: float | None = None
+    earlier: Sequence[tuple[int, Sequence[float]]] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -105,7 +108,9 @@ class Curves:
 def curves_of(scheduler: Any) -> Curves:
     """The curves of a scheduler's history."""
     total = scheduler.total_steps
-    peaks = [peak for peak in scheduler.found().peak_lrs if peak > 0] if hasattr(scheduler, "found") else []
+    found = scheduler.found() if hasattr(scheduler, "found") else None
+    peaks = [peak for peak in found.peak_lrs if peak > 0] if found else []
+    first = scheduler.history[0].step if scheduler.history else 0
     return Curves(
         type(scheduler).__name__,
         [as_json(record.as_dict()) for record in scheduler.history],
@@ -113,6 +118,9 @@ def curves_of(scheduler: Any) -> Curves:
         num_steps=0 if total is None or math.isinf(total) else int(total),
         status="done" if scheduler.finished else "unfinished",
         found_peak=max(peaks, default=None),
+        earlier=[(step, row) for step, row in zip(found.steps, found.lrs, strict=True) if step < first]
+        if found
+        else (),
     )
 
 
@@ -140,7 +148,9 @@ def draw(run: Curves, ax: Axes | None = None) -> Axes:
         names = "" if len(same) == len(bases) else f" ({', '.join(run.groups[other] for other in same)})"
         # Of the colours of the user's own cycle: the second is the loss's.
         colour = f"C{place if place == 0 else place + 1}"
-        ax.plot(steps, bases[k], color=colour, label=_text(f"learning rate{names}"))
+        before = [(step, row[k]) for step, row in run.earlier if k < len(row)]
+        curve = [*before, *zip(steps, bases[k], strict=True)]
+        ax.plot(*zip(*curve, strict=True), color=colour, label=_text(f"learning rate{names}"))
         rows = [numbers(entry["values"][k]) if k < len(entry["values"]) else [] for entry in run.rounds]
         rows = [row or [math.nan] for row in rows]
         low, high = ([pick(row) for row in rows] for pick in (min, max))
@@ -161,6 +171,7 @@ def draw(run: Curves, ax: Axes | None = None) -> Axes:
     loss = ax.twinx()
     loss.plot(steps, run.losses(), color="C1", lw=1, label="loss")
     loss.set_ylabel("loss")
+    scale_losses(loss, [run.losses()])
     broken = breaks(run)
     for place, at in enumerate(broken):
         label = None if place else "not finite, or undone"
@@ -171,6 +182,40 @@ def draw(run: Curves, ax: Axes | None = None) -> Axes:
     handles = [*ax.get_legend_handles_labels()[0], *loss.get_legend_handles_labels()[0]]
     ax.legend(handles=handles, fontsize="small", frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return ax
+
+
+def top_of(curves: Sequence[Sequence[float]]) -> float:
+    """Of a chart of losses. One that explodes leaves through the top instead of pressing all others into one line."""
+    first = max((curve[0] for curve in curves if curve and math.isfinite(curve[0])), default=1.0)
+    return first + 0.5 * abs(first)
+
+
+def scale_losses(axes: Axes, curves: Sequence[Sequence[float]]) -> None:
+    """The axis of losses: logarithmic, with plain numbers, where a linear one would be flat after the first steps."""
+    from matplotlib.ticker import Formatter, LogFormatterSciNotation
+
+    class Plain(Formatter):
+        def __init__(self) -> None:
+            self.chosen = LogFormatterSciNotation(minor_thresholds=(2.5, 0.4))
+
+        def set_axis(self, axis: Any) -> None:
+            self.chosen.set_axis(axis)
+
+        def set_locs(self, locs: Any) -> None:
+            self.chosen.set_locs(locs)  # which of them get a label
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if self.chosen(x, pos) else ""
+
+    seen, top = [loss for curve in curves for loss in curve if math.isfinite(loss)], top_of(curves)
+    low, high = min(seen, default=0.0), max(seen, default=0.0)
+    if low > 0 and min(high, top) > LOG_SPAN * low:
+        axes.set_yscale("log")
+        axes.set_ylim(low / 1.15, min(top, 1.15 * high))
+        axes.yaxis.set_major_formatter(Plain())
+        axes.yaxis.set_minor_formatter(Plain())
+    elif high > top:
+        axes.set_ylim(low - 0.1 * (top - low), top)
 
 
 def sketch(run: Curves) -> str:
@@ -194,7 +239,10 @@ def sketch(run: Curves) -> str:
     logs = [[math.log10(value) if value > 0 else math.nan for value in row] for row in (*bases, *beside)]
     # The last steps of most schedules fall by orders of magnitude, and would flatten everything before.
     body = [value for row in logs for value in row[: max(1, math.ceil(0.9 * len(row)))]]
-    rates, losses = _range(body), _range(run.losses())
+    curve, top = run.losses(), top_of([run.losses()])
+    is_log = 0 < LOG_SPAN * min((loss for loss in curve if math.isfinite(loss)), default=0.0) < top
+    curve = [math.log10(min(loss, top)) if is_log and loss == loss else min(loss, top) for loss in curve]
+    rates, losses = _range(body), _range(curve)
     for at in breaks(run):
         x = _place(steps[at], (0, steps[-1]), LEFT, WIDTH - RIGHT)
         _line(svg, x, TOP, x, HEIGHT - BOTTOM, UNDONE, "2 2")
@@ -203,11 +251,11 @@ def sketch(run: Curves) -> str:
             _curve(svg, steps, row, rates, RATE, "2", "")
         else:
             _curve(svg, steps, row, rates, "#888", "1.2", "4 3")
-    _curve(svg, steps, run.losses(), losses, LOSS, "1.2", "")
+    _curve(svg, steps, curve, losses, LOSS, "1.2", "")
     for value, y in ((rates[1], TOP + 4), (rates[0], HEIGHT - BOTTOM)):
         _label(svg, LEFT - 6, y, f"{10**value:.2g}", "end", RATE)
     for value, y in ((losses[1], TOP + 4), (losses[0], HEIGHT - BOTTOM)):
-        _label(svg, WIDTH - RIGHT + 6, y, f"{value:.4g}", "start", LOSS)
+        _label(svg, WIDTH - RIGHT + 6, y, f"{10**value if is_log else value:.3g}", "start", LOSS)
     _label(svg, LEFT, 12, "learning rate", "start", RATE)
     _label(svg, WIDTH - RIGHT, 12, "loss", "end", LOSS)
     if beside:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.checks import as_int, shown
@@ -33,6 +33,9 @@ MAX_LEFT_OUT = 3
 """Calls in a row that come after several optimizer steps each, before it is said."""
 MAX_EMPTY = 3
 """Calls without an optimizer step since the one before, among the last :data:`WINDOW`, before it is said."""
+
+FAR = 30.0
+"""A param group that joins in mid-run and is further than this from the first one is said: it may not be meant."""
 
 WINDOW = 8
 """A GradScaler skips a step now and then, hundreds apart; a loop over micro-batches every second one at least."""
@@ -141,6 +144,12 @@ class Scheduler:
             if isinstance(lr, Tensor):
                 group["lr"] = lr.clone()  # it may be the default itself, or another group's
             share = float(lr) / (first * factor) if given else 1.0
+            if not 1 / FAR <= share <= FAR:
+                tell(
+                    f"a param group joins at a learning rate of {float(lr):.3g}, {share:.2g} times the first group's, "
+                    'and keeps that ratio. A ratio that is meant is written as such: "lr": '
+                    'optimizer.param_groups[0]["lr"] / 10. Without "lr", it has the first group\'s'
+                )
             run.follow(share)
             # What schedules keep there: one that is made after the group is added again, for a resume, looks for it.
             kept = {key: share * float(groups[0][key]) for key in LRS if key in groups[0]}
@@ -188,6 +197,15 @@ class Scheduler:
         """
         self._take_up_new_groups()
         self._run.finish(self.last_epoch)
+
+    def undo_also(self, module: nn.Module) -> None:
+        """Undo what a broken round has done to ``module``, too: an average of the weights (EMA), a target network.
+
+        Its parameters and buffers are copied with the weights, and restored with them.
+        """
+        self._run.weights.also.append(module)
+        if self._run.undo is not None:
+            self._run.undo.add()
 
     def add_sink(self, sink: Callable[[RoundRecord, Sequence[str]], object]) -> None:
         """Call ``sink`` with the record of each round that ends from now on, and the names of the param groups.
@@ -263,7 +281,7 @@ class Scheduler:
     def _summary(self) -> Iterator[str]:
         """From its schedule to the last thing that happened to the run."""
         run, schedule, total = self._run, getattr(self, "schedule", None), self._schedule.total_steps
-        if schedule is not None:
+        if schedule is not None and getattr(self, "_lr_given", True):
             yield type(schedule).__name__
         yield f"step {self.last_epoch}" + (f" of {total}" if total < math.inf else "")
         yield f"round {run.steering.round_index}"
@@ -289,7 +307,7 @@ class Scheduler:
     def _attach(self, optimizer: Optimizer, run: Run) -> None:
         """Hear of the optimizer's steps and loads, for as long as this lives; they do not keep it alive."""
         self._run = run
-        self._checks = LoopChecks(type(self).__name__)
+        self._checks = LoopChecks(type(self).__name__, optimizer)
         this = weakref.ref(self)
         _schedulers[optimizer] = this
         in_charge = False
@@ -499,10 +517,16 @@ class LoopChecks:
 
     Args:
         name: of the scheduler.
+        optimizer: whose steps are counted.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, optimizer: Optimizer) -> None:
         self.name = name
+        inner = (name for name, value in vars(optimizer).items() if isinstance(value, Optimizer))
+        self._wrapper, self._inner = type(optimizer).__name__, next(inner, "")
+        """What was given to the scheduler; where it wraps an optimizer, as SAM does, the attribute that holds it."""
+        self._ever = False
+        """Whether the optimizer has taken a step."""
         self.num_updates = 0
         """Optimizer steps since the last call."""
         self.counts_updates = False
@@ -519,6 +543,7 @@ class LoopChecks:
         if type(loss) is int or self._counted:
             self._refuse_epochs(loss)
         num_updates, self.num_updates = self.num_updates, 0
+        self._ever |= num_updates > 0
         if self.counts_updates and not self._told_empty:
             self._recent = (self._recent << 1 | (num_updates == 0)) % 2**WINDOW
             if num_updates == 0 and self._recent.bit_count() == MAX_EMPTY:
@@ -535,6 +560,13 @@ class LoopChecks:
 
     def _tell_of_micro_batches(self) -> None:
         self._told_empty = True
+        if self._inner and not self._ever:
+            tell(
+                f"{self.name} was given {self._wrapper}, whose step() was not called in the first {MAX_EMPTY} steps: "
+                f"where another of its methods changes the weights, {self.name} can measure nothing. Give it the "
+                f"optimizer that takes the steps: {self.name}(optimizer.{self._inner}, ...)"
+            )
+            return
         tell(
             f"{self.name}.step() must be called once for each optimizer step, but {MAX_EMPTY} calls came without "
             "optimizer.step() since the call before: with gradient accumulation its schedule and its rounds run ahead. "

@@ -246,7 +246,7 @@ def test_a_schedule_by_epochs_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_without_a_schedule_the_learning_rate_is_constant() -> None:
+def test_without_a_schedule_the_learning_rate_decays_to_zero() -> None:
     from hdet.integrations.lightning import HDETCallback
 
     module = _module(None)
@@ -257,6 +257,7 @@ def test_without_a_schedule_the_learning_rate_is_constant() -> None:
     assert callback.scheduler is not None
     assert callback.scheduler.last_epoch == 4
     assert callback.scheduler._schedule.total_steps == 4
+    assert callback.scheduler.optimizer.param_groups[0]["lr"] == 0
     assert "save_checkpoint" not in vars(trainer)
 
 

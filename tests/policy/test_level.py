@@ -210,7 +210,7 @@ def test_a_peak_is_followed_within_a_factor_of_eight(log_off: float) -> None:
         assert level.scale == pytest.approx(1 / off)
         assert said == [
             f"the schedule's peak of {level.peak:.3g} is {off:.2g} times the learning rate that the size of the "
-            "updates suggests, 0.00222; the schedule is followed from there"
+            "updates suggests, 0.00222; the schedule is rescaled to it"
         ]
 
 

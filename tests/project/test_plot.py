@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hdet.launch import launch
-from hdet.plot import Curves, curves_of, events, phases
+from hdet.plot import Curves, curves_of, events, phases, scale_losses
 from small_runs import make, train
 
 mpl.use("agg")
@@ -71,6 +71,25 @@ def test_plot_returns_axes_with_the_learning_rate_and_the_loss(auto: Any) -> Non
     ax.figure.canvas.draw()
 
 
+@pytest.mark.parametrize(
+    ("losses", "scale", "limits"),
+    [
+        ([5.0, 3.0, 1.0], "log", (1 / 1.15, 1.15 * 5)),  # flat after the first steps on a linear axis
+        ([5.0, 3.0, 2.5], "linear", None),
+        ([5.0, -3.0, 1.0], "linear", None),
+        ([5.0, 1e30, 4.0], "linear", (4.0 - 0.35, 7.5)),  # leaves through the top
+    ],
+)
+def test_the_axis_of_the_loss(losses: list[float], scale: str, limits: tuple[float, float] | None) -> None:
+    ax = Figure().subplots()
+    ax.plot(losses)
+    scale_losses(ax, [losses])
+    ax.figure.canvas.draw()
+    assert ax.get_yscale() == scale
+    assert limits is None or ax.get_ylim() == pytest.approx(limits)
+    assert "$" not in "".join(label.get_text() for label in ax.get_yticklabels(which="both"))
+
+
 def test_plot_draws_into_axes_of_the_users(auto: Any) -> None:
     figure = Figure()
     left, right = figure.subplots(1, 2)
@@ -115,6 +134,8 @@ def test_the_peak_is_that_of_found() -> None:
     assert curves_of(second).peak == peak > max(record.base_values[0] for record in second.history)
     assert curves_of(whole).peak == max(record.base_values[0] for record in whole.history)
     assert f"peak learning rate {peak:.2g}" in second._repr_html_()
+    again, before = (scheduler.plot().get_lines()[0].get_xydata().tolist() for scheduler in (second, whole))
+    assert again == before  # the learning rate is drawn from the first step on
 
 
 # -- the notebook -----------------------------------------------------------------------------------------------

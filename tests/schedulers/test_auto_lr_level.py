@@ -431,7 +431,7 @@ def test_a_schedule_far_from_the_level_is_rescaled(name: str, off: float, caplog
                 assert run.lrs()[0] == pytest.approx(plain.get_last_lr()[0] * run.level.scale)
     (said,) = caplog.messages
     assert said.startswith(f"the schedule's peak of {off * level:.3g} is ")
-    assert said.endswith("; the schedule is followed from there")
+    assert said.endswith("; the schedule is rescaled to it")
     assert run.level.lr == pytest.approx(level, rel=0.5)
     assert run.loss().item() < 0.1 * first
 

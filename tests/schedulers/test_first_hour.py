@@ -202,6 +202,55 @@ def test_one_call_that_was_left_out_is_no_habit() -> None:
         job.scheduler.step(loss)
 
 
+class _SAM(Optimizer):
+    """Sharpness-aware minimisation as it is usually written: its own ``step`` is never called."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def move(self, size: float) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        self.moves = [size * p.grad / norm for p in parameters]
+        for p, move in zip(parameters, self.moves, strict=True):
+            p.add_(move)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p, move in zip((p for group in self.param_groups for p in group["params"]), self.moves, strict=True):
+            p.sub_(move)
+        self.base_optimizer.step()
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_wrapper_whose_step_is_never_called_is_told_of_the_optimizer_inside(
+    inner: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = _Job(lambda o: None)
+    sam = _SAM(job.model.parameters())
+    scheduler = AutoLR(sam.base_optimizer if inner else sam, total_steps=40)
+    for _ in range(40):
+        acts: tuple[Callable[[], None], ...] = (lambda: sam.move(0.05), sam.second_step)
+        for act in acts:
+            job.model.zero_grad()
+            loss = job.loss()
+            loss.backward()  # type: ignore[no-untyped-call]
+            act()
+        scheduler.step(loss)
+    said = [message for message in caplog.messages if "whose step() was not called" in message]
+    assert len(said) == (not inner)
+    if inner:
+        assert scheduler.found().peak_lrs[0] > 0
+        assert sam.param_groups[0]["lr"] == 0
+    else:
+        assert said[0].startswith("AutoLR was given _SAM, whose step() was not called in the first 3 steps")
+        assert "AutoLR(optimizer.base_optimizer, ...)" in said[0]
+
+
 @pytest.mark.filterwarnings("ignore:Explorer compares replicas")
 @pytest.mark.parametrize(
     ("name", "wrap"),

@@ -142,6 +142,16 @@ def test_a_group_joins_at_its_own_learning_rate_and_follows_the_first(name: str)
         assert len(run.scheduler.history[0].base_values) == 1
 
 
+@pytest.mark.parametrize("ratio", [0.01, 0.1, 20.0, 50.0])
+def test_a_ratio_that_may_not_be_meant_is_said(ratio: float, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(ALONE["cosine"])
+    run.train(JOIN)
+    run.join(lr=ratio * run.optimizer.param_groups[0]["lr"])
+    run.train(2)
+    said = [message for message in caplog.messages if f", {ratio:.2g} times the first group's, and keeps" in message]
+    assert len(said) == (ratio in (0.01, 50.0))
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_without_a_learning_rate_of_its_own_it_has_the_first_groups(name: str) -> None:
     run = Run(ALONE[name])

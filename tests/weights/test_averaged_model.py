@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+from hdet import Adapt, AutoLR
 from job import alike, launch, weights
 from native import FACES, INTERVAL, TOTAL_STEPS, Run, batch, net
 
@@ -71,6 +72,31 @@ def _broken(place: tuple[int, int]) -> bool:
         if run.scheduler.history and run.scheduler.history[-1].step == step:
             ema.update_parameters(model)
     return run.scheduler.history[-1].num_rollbacks == 1 and all(map(math.isfinite, weights(ema.module)))
+
+
+@pytest.mark.parametrize("first", ["ema", "scheduler"])
+@pytest.mark.filterwarnings("ignore:the round that ended at step 24 was undone")
+def test_an_average_is_undone_with_the_round(first: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = AutoLR(optimizer, total_steps=60, interval=4, adapt=Adapt(level=False))
+    ema = AveragedModel(model, multi_avg_fn=EMA)
+    scheduler.undo_also(ema)
+    averages = []
+    for step in range(1, 25):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean() * (math.nan if step == 22 else 1.0)
+        loss.backward()
+        optimizer.step()
+        if first == "ema":
+            ema.update_parameters(model)
+        scheduler.step(loss)
+        averages.append((weights(ema.module), int(ema.n_averaged)))
+        if first == "scheduler":
+            ema.update_parameters(model)
+    assert scheduler.history[-1].num_rollbacks == 1
+    assert averages[-1] == averages[15]  # from the start of the last healthy round
 
 
 def _spoil(model: nn.Module) -> None:

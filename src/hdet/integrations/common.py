@@ -68,11 +68,16 @@ class Setup:
         self._settings = dict(settings)
         self._built: Callable[[], Scheduler | None] = lambda: None
 
+    @property
+    def makes(self) -> bool:
+        """Whether the user builds the scheduler, around a schedule."""
+        return self._make is not None
+
     def scheduler(self, schedule: Any, *, model: nn.Module | None, total_steps: int | None) -> Scheduler:
         """The scheduler around ``schedule``, with its sinks; a scheduler of HDET is taken as it is.
 
         Args:
-            schedule: what the framework was given, or has made.
+            schedule: what the framework was given, or has made; an optimizer where there is none.
             model: what is trained, for its buffers; unless the settings name one.
             total_steps: optimizer steps of the run, if the framework knows them; unless the settings name them.
         """

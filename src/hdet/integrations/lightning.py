@@ -32,10 +32,10 @@ except ImportError as error:
 class HDETCallback(Callback):
     """Wraps the schedule that ``configure_optimizers`` returned, with ``"interval": "step"``, in AutoLR.
 
-    If it returned no schedule, a constant one is used. If it returned a scheduler of HDET, that one is
-    used. One optimizer step is one step, whatever ``accumulate_grad_batches`` is; the loss is the mean over
-    micro-batches, and is not read before a round ends. Validation and every ``trainer.save_checkpoint`` see the mean
-    weights. The scheduler's state is the checkpoint's ``lr_schedulers`` entry.
+    If it returned no schedule, AutoLR is given the optimizer alone: the learning rate decays to zero at the end. If it
+    returned a scheduler of HDET, that one is used. One optimizer step is one step, whatever ``accumulate_grad_batches``
+    is; the loss is the mean over micro-batches, and is not read before a round ends. Validation and every
+    ``trainer.save_checkpoint`` see the mean weights. The scheduler's state is the checkpoint's ``lr_schedulers`` entry.
 
     Param groups that ``BaseFinetuning`` adds are trained too. ``StochasticWeightAveraging`` replaces the schedule: HDET
     ends there, with the mean weights and a warning.
@@ -82,7 +82,8 @@ class HDETCallback(Callback):
         steps = trainer.estimated_stepping_batches
         total_steps = int(steps) if 0 < steps < math.inf else None
         model = trainer.strategy.model
-        built = self._setup.scheduler_or_explorer(config.scheduler, model=model, total_steps=total_steps)
+        schedule = config.scheduler if own or self._setup.makes else trainer.optimizers[0]
+        built = self._setup.scheduler_or_explorer(schedule, model=model, total_steps=total_steps)
         if steps_beside(built) and own and built is not config.scheduler:
             trainer.strategy.lr_scheduler_configs.append(LRSchedulerConfig(built, interval="step"))
         else:

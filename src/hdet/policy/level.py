@@ -200,7 +200,7 @@ class Level:
             )
         return (
             f"the schedule's peak of {self.peak:.3g} is {self.peak / self.lr:.2g} times the learning rate that the "
-            f"size of the updates suggests, {self.lr:.3g}; the schedule is followed from there"
+            f"size of the updates suggests, {self.lr:.3g}; the schedule is rescaled to it"
         )
 
     # -- state --------------------------------------------------------------------------------------------------

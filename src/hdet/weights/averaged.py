@@ -37,6 +37,8 @@ class Weights:
         self._buffers: Buffers = {}
         self._trainable = self._requiring_grad()
         self._unnamed: list[Tensor] | None = None
+        self.also: list[nn.Module] = []
+        """What is undone with the weights, and is not averaged."""
         self._keys: dict[int, tuple[Tensor, int]] = {}
 
     def anchored(self) -> list[Tensor]:
@@ -119,9 +121,11 @@ class Weights:
     def kept(self) -> dict[int, Tensor]:
         """What a round that is undone changes here: :meth:`local`, and buffers where ``model=`` was not passed.
 
-        A model that has broken leaves infinities in the statistics of its BatchNorms, which training cannot undo.
+        And what the user has named. A model that has broken leaves infinities in the statistics of its BatchNorms,
+        which training cannot undo.
         """
-        return self.local() | self._by_key(self.unnamed())
+        also = [t for module in self.also for t in (*module.parameters(), *module.buffers())]
+        return self.local() | self._by_key(self.unnamed()) | self._by_key(also)
 
     def whole_model(self) -> list[Tensor]:
         """All that training may change, frozen or not: the same tensors in the same order at any time."""

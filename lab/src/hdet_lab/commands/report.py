@@ -59,7 +59,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     for path in paths:
         if not _is_ours(path):
             found = own.read(path)
-            groups += [Group(run.name, [run], fixed=not _explores(run)) for run in found]
+            groups += [Group(run.name.replace(".jsonl", ""), [run], fixed=not _explores(run)) for run in found]
             empty += [] if found else [path]
     if empty:
         raise UsageError(f"a report needs runs with at least one round, but {empty[0]} has none; train it first")
@@ -69,7 +69,9 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
         out = first.with_name(f"{alone}-report") if len(paths) == 1 else first.parent / "report"
         if out.is_symlink():
             raise UsageError(f"--out must be given where a link is in the place of the report, but {out} is one")
-    tasks = sorted({record.config["task"] for record in ours}) or [paths[0].name or paths[0].resolve().name]
+    tasks = sorted({record.config["task"] for record in ours})
+    if not tasks and len(paths) == 1:
+        tasks = [paths[0].name or paths[0].resolve().name]
     text, charts = compose(", ".join(tasks), groups)
     path = out / PAGE
     try:
@@ -120,17 +122,27 @@ def group_runs(records: Sequence[RunRecord]) -> list[Group]:
     for record in records:
         groups.setdefault(str(_configuration(record)), []).append(record)
     first = [_configuration(members[0]) for members in groups.values()]
-    names = ["method", "lr", *(name for name in ("task", "schedule", "optimizer") if _differ(first, name))]
+    scheduled = [c for c in first if not _given_nothing(c)]
+    differ = [name for name in ("task", "schedule", "optimizer") if _differ(scheduled, name)]
+    names = ["method", "lr", *differ]
+    if len({_label(c, names) for c in first}) < len(first):  # what they were given tells them apart, or something else
+        scheduled = first
     for name in first[0]:
-        if len({_label(c, names) for c in first}) == len(first):
+        if len({_label(c, names, full=scheduled is first) for c in first}) == len(first):
             break
         if name not in names and _differ(first, name):
             names.append(name)
     found = []
     for configuration, members in zip(first, groups.values(), strict=True):
         runs = [_run(record) for record in sorted(members, key=lambda record: record.config["seed"])]
-        found.append(Group(_label(configuration, names), runs, fixed=configuration["method"] == "fixed"))
+        label = _label(configuration, names, full=scheduled is first)
+        found.append(Group(label, runs, fixed=configuration["method"] == "fixed"))
     return found
+
+
+def _given_nothing(configuration: dict[str, Any]) -> bool:
+    """Whether neither a learning rate nor a schedule was given."""
+    return configuration["method"] == "gradient" and configuration.get("schedule") == "none"
 
 
 def _run(record: RunRecord) -> Run:
@@ -153,9 +165,10 @@ def _differ(configurations: Sequence[dict[str, Any]], name: str) -> bool:
     return len({str(configuration.get(name)) for configuration in configurations}) > 1
 
 
-def _label(configuration: dict[str, Any], names: Sequence[str]) -> str:
+def _label(configuration: dict[str, Any], names: Sequence[str], *, full: bool = False) -> str:
     said = {**configuration, "method": METHODS.get(configuration["method"], (configuration["method"],))[0]}
-    values = [(name, said.get(name)) for name in names]
+    skipped = ("lr", "schedule") if _given_nothing(configuration) and not full else ()
+    values = [(name, said.get(name)) for name in names if name not in skipped]
     return ", ".join(value if isinstance(value, str) else f"{name} {_short(value)}" for name, value in values)
 
 

@@ -115,15 +115,19 @@ def prepare(settings: Settings, num_replicas: int, *, folder: Path | None, resum
     return Job(own, folder, resume=False)
 
 
-def run(job: Job, bar: RunBar) -> dict[str, Any]:
+def make_stop() -> Stop:
+    """A request that reaches all processes of a run."""
+    return Stop(mp.get_context("forkserver").Event())
+
+
+def run(job: Job, bar: RunBar, stop: Stop | None = None) -> dict[str, Any]:
     """Train in this process, or on as many as the settings say; returns how it ended."""
     num_replicas = job.settings.replicas or 1
+    stop = make_stop() if stop is None else stop
     if num_replicas == 1:
-        stop = Stop()
         with stop.on_signals(in_charge=True), _one_thread():
             return train(job.settings, job.folder, bar, stop, resume=job.resume)
     preload(__name__, "torch.utils.tensorboard")
-    stop = Stop(mp.get_context("forkserver").Event())
     with stop.on_signals(in_charge=True), from_processes(bar) as progress:
         try:
             ends = launch(replica, num_replicas, job, progress, stop, timeout_s=7 * DAY_S)

@@ -10,15 +10,15 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from hdet.plot import alike, breaks, columns, distinct, events, numbers, phases
+from hdet.plot import alike, breaks, columns, distinct, events, numbers, phases, scale_losses, top_of
 from hdet_lab.reports.drawing import INK, SOFT, STYLES, Chart, colour, draw, line, plain_label
 from hdet_lab.reports.run import Run, of_groups, thinned
 
 SHADES = {"warm-up": 0.05, "level": 0.0, "hold": 0.025}
-SPAN = 30  # losses that fall further than this are drawn on a logarithmic axis
 MAX_ROUNDS = 1000  # of a run in a chart: more than it has pixels
 MAX_GROUPS = 20  # param groups of a run in a chart: more lines cannot be told apart
-MAX_NAMED = 4  # more peaks would cover each other
+NOISE = 2  # standard errors within which evidence may be noise
+TICKS = (-1000, -300, -100, -30, -10, -5, -2, 0, 2, 5, 10, 30, 100, 300, 1000)  # of evidence over several powers of ten
 
 
 @dataclass
@@ -46,8 +46,8 @@ def draw_all(groups: Sequence[Group]) -> list[Chart]:
     marks = " Cross: the round was undone, or not finite." if any(map(breaks, runs)) else ""
     marks += " Ring: an event, listed below." if any(map(_rings, runs)) else ""
     star = " Star: the validation loss at the end." if any("loss" in run.validation for run in runs) else ""
-    dotted = " Dotted: the schedule alone, as it was given." if _beside(groups) else ""
-    dotted += f" The first {MAX_GROUPS} of {most:,} param groups." if most > MAX_GROUPS else ""
+    dashed = " Dashed, grey: the schedule alone, as it was given." if _beside(groups) else ""
+    dashed += f" The first {MAX_GROUPS} of {most:,} param groups." if most > MAX_GROUPS else ""
     band = " Shaded: from the lowest to the highest replica." if any(map(_spreads, runs)) else ""
     charts = [
         draw(
@@ -59,7 +59,7 @@ def draw_all(groups: Sequence[Group]) -> list[Chart]:
         draw(
             "lr",
             "Learning rate",
-            f"What was used, on a logarithmic axis, in the colours of the loss.{dotted}{band}",
+            f"What was used, on a logarithmic axis, in the colours of the loss.{dashed}{band}",
             lambda axes: _draw_lrs(axes, groups),
         ),
     ]
@@ -68,10 +68,10 @@ def draw_all(groups: Sequence[Group]) -> list[Chart]:
     for name, title, key, caption in (
         (
             "evidence",
-            "Evidence",
+            "Is the learning rate too high or too low?",
             "z",
-            "Slope of the loss over the log of the learning rate, in standard errors; below 0 a higher learning rate "
-            "lowers the loss.",
+            "Slope of the loss over the log of the learning rate, in standard errors (z in the records). Shaded: "
+            "may be noise.",
         ),
         ("velocity", "Velocity of the paper's controller", "velocity", "Eq. 7, relative to the base value."),
     ):
@@ -96,25 +96,19 @@ def _knob_charts(group: Group, suffix: str) -> list[Chart]:
 
 def _draw_losses(axes: Axes, groups: Sequence[Group]) -> None:
     curves = {id(run): run.losses() for group in groups for run in group.runs}
-    # A run that explodes leaves through the top instead of pressing all others into one line.
-    top = 1.5 * max((curve[0] for curve in curves.values() if math.isfinite(curve[0])), default=1.0)
-    crossed = False
+    top, crossed = top_of(list(curves.values())), False
     for index, group in enumerate(groups):
         for seed, run in enumerate(group.runs):
             curve = curves[id(run)]
-            label = group.label if seed == 0 else None
+            label = group.label if seed == 0 and len(groups) > 1 else None
             line(axes, run.steps, curve, index, label=label, marked=len(groups) > 1)
-            crossed |= _mark(axes, run, [min(loss, 0.97 * top) for loss in curve], index)
+            crossed |= _mark(axes, run, [min(loss, top - 0.03 * abs(top)) for loss in curve], index)
             [final] = numbers([run.validation.get("loss")])
             if final < top:
                 star: dict[str, Any] = {"ms": 8, "mec": INK, "mew": 0.5, "clip_on": False}
                 axes.plot(run.steps[-1], final, "*", color=colour(index), zorder=4, **star)
-    seen = [loss for curve in curves.values() for loss in curve if math.isfinite(loss)]
-    if seen and top > SPAN * min(seen) > 0:
-        axes.set_yscale("log")
-        axes.set_ylim(top=min(top, 1.5 * max(seen)))
-    elif seen and max(seen) > top:
-        axes.set_ylim(min(seen) - 0.1 * (top - min(seen)), top)
+    ends = [numbers([run.validation.get("loss")]) for group in groups for run in group.runs]
+    scale_losses(axes, [*curves.values(), *(end for end in ends if end[0] < top)])
     axes.set_ylabel("loss")
     if crossed:
         axes.plot([], [], "x", ms=6, mew=1.6, color=INK, label="not finite, or undone")
@@ -122,7 +116,9 @@ def _draw_losses(axes: Axes, groups: Sequence[Group]) -> None:
 
 def _draw_lrs(axes: Axes, groups: Sequence[Group]) -> None:
     for index, group in enumerate(groups):
-        label: str | None = group.label
+        peak = group.runs[0].peak
+        label: str | None = f"{group.label}: peak {peak:.2g}" if peak > 0 and not group.fixed else group.label
+        label = label if len(groups) > 1 else None
         for run in group.runs:
             bases = run.bases()
             for place, (k, same) in enumerate(distinct(bases).items()):
@@ -141,15 +137,17 @@ def _draw_lrs(axes: Axes, groups: Sequence[Group]) -> None:
     if len(runs) == 1:
         for first, last, phase in phases(runs[0]):
             axes.axvspan(first, last, color=INK, alpha=SHADES.get(phase, 0.0), lw=0)
-            text = axes.text(
-                (first + last) / 2, 1.0, plain_label(phase), ha="center", va="bottom", fontsize=6.5, color=SOFT
-            )
+            # The first phase is short: its name goes on to the right of it.
+            at, ha = (first, "left") if first == 0 else ((first + last) / 2, "center")
+            text = axes.text(at, 0.99, plain_label(phase), ha=ha, va="top", fontsize=6.5, color=SOFT)
             text.set_transform(axes.get_xaxis_transform())
             text.set_parse_math(False)
     axes.set_yscale("log")
-    if (low := min(run.lowest for run in runs)) < math.inf:
-        axes.set_ylim(bottom=0.6 * low)
-    _name_peaks(axes, groups)
+    if (low := 0.6 * min(run.lowest for run in runs)) < math.inf:
+        high = max([value for run in runs for row in (*run.bases(), *run.schedules()) for value in row if value > 0])
+        axes.set_ylim(low, high * (high / low) ** 0.2)  # room for names above the curves
+    if len(groups) == 1:
+        _name_peak(axes, groups[0].runs[0])
     axes.set_ylabel("learning rate")
 
 
@@ -171,17 +169,15 @@ def _spreads(run: Run) -> bool:
     return any(not alike(row, row[:1] * len(row)) for row in rows)
 
 
-def _name_peaks(axes: Axes, groups: Sequence[Group]) -> None:
-    """The highest learning rate of each configuration, as a number."""
-    if len(groups) > MAX_NAMED:
-        return
-    for index, group in enumerate(groups):
-        run = group.runs[0]
-        points = [(value, step) for row in run.bases() for step, value in zip(run.steps, row, strict=True) if value > 0]
-        if points:
-            value, step = max(points)
-            place: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
-            axes.annotate(f"{value:.2g}", (step, value), color=colour(index), weight="bold", fontsize=8, **place)
+def _name_peak(axes: Axes, run: Run) -> None:
+    """The highest learning rate, as a number."""
+    points = [(value, step) for row in run.bases() for step, value in zip(run.steps, row, strict=True) if value > 0]
+    if points:
+        value, step = max(points)
+        share = (step - run.steps[0]) / max(run.steps[-1] - run.steps[0], 1)
+        side = "left" if share < 0.1 else "right" if share > 0.9 else "center"
+        place: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": side, "va": "bottom"}
+        axes.annotate(f"{value:.2g}", (step, value), color=colour(0), weight="bold", fontsize=8, **place)
 
 
 def _draw_knob(axes: Axes, group: Group, name: str) -> None:
@@ -200,7 +196,7 @@ def _draw_knob(axes: Axes, group: Group, name: str) -> None:
 def _draw_control(axes: Axes, groups: Sequence[Group], key: str) -> None:
     found: list[float] = []
     for index, group in enumerate(groups):
-        label: str | None = group.label
+        label: str | None = group.label if len(groups) > 1 else None
         for run in group.runs:
             rounds = [entry for entry in run.rounds if entry["control"].get(key)]
             for values in columns([entry["control"][key] for entry in rounds]):
@@ -209,9 +205,16 @@ def _draw_control(axes: Axes, groups: Sequence[Group], key: str) -> None:
                 line(axes, steps, values, index, label=label, marked=len(groups) > 1)
                 label = None
     axes.axhline(0.0, color=INK, lw=0.8)
-    if key == "z" and max((abs(number) for number in found), default=0.0) > 30:
-        axes.set_yscale("symlog", linthresh=2.0)
-    axes.set_ylabel(key)
+    if key != "z":
+        axes.set_ylabel(key)
+        return
+    axes.axhspan(-NOISE, NOISE, color=INK, alpha=0.05, lw=0)
+    low, high = min(found, default=0.0), max(found, default=0.0)
+    if max(-low, high) > 15:
+        axes.set_yscale("symlog", linthresh=NOISE)
+        axes.set_yticks([tick for tick in TICKS if 1.2 * low <= tick <= 1.2 * high], minor=False)
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("\N{LEFTWARDS ARROW} raise the rate \N{MIDDLE DOT} lower it \N{RIGHTWARDS ARROW}")
 
 
 def _draw_distance(axes: Axes, groups: Sequence[Group]) -> None:
@@ -221,7 +224,7 @@ def _draw_distance(axes: Axes, groups: Sequence[Group]) -> None:
             values = numbers([entry["distance"] for entry in run.rounds])
             if any(value > 0 for value in values):
                 found += [value for value in values if value > 0]
-                label = group.label if seed == 0 else None
+                label = group.label if seed == 0 and len(groups) > 1 else None
                 line(axes, run.steps, values, index, label=label, marked=len(groups) > 1)
     if found and max(found) > 50 * statistics.median(found):
         axes.set_yscale("log")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hdet.plot import events
 from hdet_lab.reports.charts import Group, draw_all
 from hdet_lab.reports.drawing import Chart
-from hdet_lab.reports.headline import headline
+from hdet_lab.reports.headline import differ_in_length, headline
 from hdet_lab.reports.page import Table, facts_table, number, page
 from hdet_lab.reports.run import Run
 
@@ -23,12 +23,12 @@ def compose(subject: str, groups: Sequence[Group]) -> tuple[str, list[Chart]]:
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     tables = [seed_table(groups), *([summary_table(groups)] if len(runs) > len(groups) else [])]
     text = page(
-        f"{subject}: {count}",
+        f"{subject}: {count}" if subject else count,
         tables,
         charts,
         [facts_table(run.name, run.facts) for run in runs if run.facts],
         headline=headline(groups),
-        about=[subject, count],
+        about=[*([subject] if subject else []), count],
         notes=_notes(groups),
         events=_all_events(groups),
     )
@@ -93,7 +93,14 @@ def _seeds(group: Group) -> list[str]:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    return [
+    lengths = sorted({run.length for group in groups for run in group.runs})
+    said = []
+    if differ_in_length(groups):
+        said.append(
+            f"These runs have from {lengths[0]:,} to {lengths[-1]:,} steps. A longer run ends at a lower loss, "
+            "whatever sets its learning rate: compare runs of equal length."
+        )
+    return said + [
         f"{f'{_who(group, run)}: t' if len(groups) > 1 else 'T'}he first {run.num_missing:,} rounds are not in the "
         "records, and no figure here is about them: a scheduler's history keeps the last 1000 rounds, a JsonLinesSink "
         "all from when it was added."

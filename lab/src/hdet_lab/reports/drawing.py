@@ -34,7 +34,7 @@ VARIABLES = {
 STYLES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (4, 1.2, 1, 1.2)), (0, (8, 2, 1, 2, 1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "*")
 MAX_LABEL = 80  # characters; longer ones leave no room for the curves
-MAX_INSIDE = 4  # more lines of a legend would cover the curves
+LONG_LABEL = 28  # characters; two of them have no room beside each other
 WIDTH, HEIGHT = 4.4, 3.05  # inches; small on purpose: readable at the width of a phone, and on a desk magnified
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 RC: dict[Any, Any] = {
@@ -156,13 +156,13 @@ def _simplify_ticks(axes: Axes) -> None:
 
 
 def _add_legend(figure: Figure, axes: Axes) -> list[Text]:
-    num_entries = len(axes.get_legend_handles_labels()[1])
-    if num_entries == 0:
+    """Below the chart, where it covers no curve."""
+    labels = axes.get_legend_handles_labels()[1]
+    if not labels:
         return []
-    if num_entries > MAX_INSIDE:
-        figure.set_size_inches(WIDTH, HEIGHT + 0.14 * math.ceil(num_entries / 2))
-        return figure.legend(loc="outside lower center", ncols=2).get_texts()
-    return axes.legend(loc="best").get_texts()  # said, or matplotlib warns where a busy machine is slow to find it
+    ncols = 1 if max(map(len, labels)) > LONG_LABEL else 2
+    figure.set_size_inches(WIDTH, HEIGHT + 0.14 * math.ceil(len(labels) / ncols))
+    return figure.legend(loc="outside lower center", ncols=ncols).get_texts()
 
 
 def plain_label(text: str) -> str:

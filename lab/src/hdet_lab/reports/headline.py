@@ -10,9 +10,23 @@ from dataclasses import replace
 from hdet_lab.reports.charts import Group
 from hdet_lab.reports.run import FINISHED, Run
 
+SAME_LENGTH = 0.02  # a share: the last round of a run may be cut
+
+
+def differ_in_length(groups: Sequence[Group]) -> bool:
+    """Whether some runs are longer than others, so that their losses at the end say little about each other."""
+    lengths = [run.length for group in groups for run in group.runs]
+    return min(lengths) < (1 - SAME_LENGTH) * max(lengths)
+
 
 def headline(groups: Sequence[Group]) -> str:
-    """One sentence about all runs of a report, or two."""
+    """One sentence about all runs of a report, or two; another where they differ in length."""
+    if not differ_in_length(groups):
+        return _headline(groups)
+    return f"{_headline(groups)} These runs differ in length."
+
+
+def _headline(groups: Sequence[Group]) -> str:
     learned = [group for group in groups if not group.fixed]
     fixed = [group for group in groups if group.fixed]
     if len(groups) == 1:
@@ -60,7 +74,7 @@ def _from(peak: float, start: float) -> str:
         return ""
     ratio = peak / start
     if 0.95 < ratio < 1.05:
-        return f", where the schedule has {_short(start, 2)}"
+        return ", the schedule's own"
     size = f"{_times(ratio)} times" if ratio > 1 else f"1/{_times(1 / ratio)} of"
     return f", {size} the {_short(start, 2)} it was given"
 

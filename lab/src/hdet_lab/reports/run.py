@@ -33,6 +33,11 @@ class Run(Curves):
     time_s: float | None = None
 
     @property
+    def length(self) -> int:
+        """Steps, those that are still to come included where they are known."""
+        return self.num_steps or self.steps[-1]
+
+    @property
     def num_replicas(self) -> int:
         return len(self.rounds[-1]["losses"])
 

@@ -42,7 +42,7 @@ def _run(scheduler: Any) -> Run:
     schedule, total = getattr(scheduler, "schedule", None), scheduler.total_steps
     config = {
         "scheduler": curves.name,
-        "schedule": None if schedule is None else type(schedule).__name__,
+        "schedule": type(schedule).__name__ if schedule is not None and getattr(scheduler, "_lr_given", True) else None,
         "signals": [signal.name for signal in loop.signals],
         "steps of a round": loop.policy.interval,
         "total steps": None if total is None or math.isinf(total) else total,
