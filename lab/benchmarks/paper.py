@@ -165,7 +165,7 @@ def nine(bench: Bench) -> list[Row]:
             Setting("Baseline-High, its decay", high, seed, spread=0.0, **eq_8),
             Setting("spread", high, seed),
             Setting("Baseline-Low, warm", low, seed, spread=0.0, warm_noise=0.0),
-            Setting("Warm-Init", high, seed, spread=0.0, warm_noise=0.01),
+            Setting("Warm-Init", high, seed, spread=0.0, warm_noise=0.01, mean="once"),  # plain: never averaged
             Setting("spread, warm", high, seed, warm_noise=0.01),
             *hdet("HDET, cold", high, seed, **eq_8),
             *hdet("HDET, warm", high, seed, warm_noise=0.01, **eq_8),
@@ -303,12 +303,13 @@ def means(bench: Bench) -> list[Row]:
     low, rows = bench.best_lr()
 
     def add(label: str, settings: Sequence[Setting], **options: Any) -> None:
-        for outcome in bench.train(settings, shared=False, **options):
-            s = outcome.setting
-            rows.append(
-                {"label": f"{label}{s.label}", "seed": s.seed, "lr": s.lr, "loss": outcome.validation["loss"],
-                 "mb_sent": outcome.bytes_sent / 1e6}
-            )  # fmt: skip
+        found = [
+            _outcome_row(outcome, mb_sent=outcome.bytes_sent / 1e6) | {"label": f"{label}{outcome.setting.label}"}
+            for outcome in bench.train(settings, shared=False, **options)
+        ]
+        if label.startswith("T="):
+            against(found, f"{label}{bench.args.rules[0]}")
+        rows.extend(found)
 
     def of(rule: str) -> list[Setting]:
         spread = SPREAD if rule.endswith(" spread") else 0.0

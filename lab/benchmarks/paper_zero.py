@@ -30,7 +30,7 @@ STYLE = """
 
 
 def learned(velocity: str, preferred: int) -> list[float]:
-    """Learning rate over the peak after each round of a one-cycle run, where replicas prefer one direction all along."""
+    """Learning rate over the peak after each round of one-cycle, replicas preferring one direction all along."""
     controller = PaperController(0.002, velocity=velocity)  # type: ignore[arg-type]
     rho = multipliers(8, 1 / 9)[None]
     state, scale, found = controller.init(1), 1.0, []

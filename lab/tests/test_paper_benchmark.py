@@ -35,6 +35,17 @@ def test_its_loop_is_the_labs() -> None:
     assert plain.validation["loss"] != local.validation["loss"]
 
 
+def test_where_eq_7_would_ascend_a_run_ends_with_an_error() -> None:
+    loop: Any = importlib.import_module("paper_loop")
+    settings = [
+        loop.Setting("", 4.0, temperature=0.002, rate=4.0, velocity=velocity) for velocity in ("relative", "absolute")
+    ]
+    relative, absolute = loop.train(QuadraticTask(dimension=6), settings, **SMALL | {"num_steps": 60})
+    assert not relative.error
+    assert absolute.error.startswith("learning rates must stay above 0, but Eq. 7")
+    assert absolute.scales[-1] == [0.0]  # nothing is trained any more
+
+
 def test_eq_8_as_printed_leaves_what_the_page_says() -> None:
     loop: Any = importlib.import_module("paper_loop")
     for factors, left in (((9.0, 0.5), 1 / 18), ((25.0, 1e4), 400.0)):
