@@ -182,7 +182,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def story(scheduler: AutoLR) -> dict[str, Any]:
-    """Some forty points of both curves, and when training could have ended."""
+    """Some forty points of both curves."""
     records = list(scheduler.history)
     records = records[:: max(1, len(records) // 40)]
 
@@ -192,7 +192,7 @@ def story(scheduler: AutoLR) -> dict[str, Any]:
     curves = {"at": [r.step for r in records], "lrs": [rounded(r.base_values[0]) for r in records]}
     if records and "weight_decay" in records[-1].knobs:
         curves["decays"] = [rounded(r.knobs["weight_decay"].base) for r in records]
-    return {"worse_since": scheduler.found().worse_since, **curves}
+    return curves
 
 
 def probe_cost(seconds: list[float], probed: list[int]) -> float:

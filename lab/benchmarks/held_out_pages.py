@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,28 +105,6 @@ def learned(tasks: Mapping[str, Task], by: str) -> Iterator[list[str]]:
     yield ["median", *(shares([statistics.median(task.above(task.of("learn"), by))]) for task in tasks.values())]
 
 
-def at(curve: Sequence[Sequence[float]], step: int) -> float:
-    """The loss at the point that is nearest to a step."""
-    return min(curve, key=lambda point: abs(point[0] - step))[1]
-
-
-def flag_line(tasks: Mapping[str, Task]) -> str:
-    """How often ``worse_since`` was right, in the runs that kept a curve of the held-out loss."""
-    probed = [run for task in tasks.values() for kind in ("probe", "learn") for run in task.of(kind)]
-    probed = [run for run in probed if run.get("held_out_curve")]
-    flagged = [run for run in probed if run["worse_since"] is not None]
-    right = [run for run in flagged if run["held_out_curve"][-1][1] > at(run["held_out_curve"], run["worse_since"])]
-    silent = [run for run in probed if run["worse_since"] is None]
-    ends = [run["held_out_curve"][-1][1] / min(loss for _, loss in run["held_out_curve"]) - 1 for run in silent]
-    close = sum(end <= 0.02 for end in ends)
-    said = (
-        f"Of {len(probed)} runs with a probe that kept a curve of the loss on all held-out rows, the flag was up at "
-        f"the end of {len(flagged)}, and held-out loss had really risen since that step in {len(right)} of them. Of "
-        f"the {len(silent)} that it was silent in, {close} ended within 2% of the lowest point of their curve."
-    )
-    return textwrap.fill(said, 120, break_on_hyphens=False) + "\n"
-
-
 def cost_table(folder: Path) -> str:
     """What a probe costs, where it was measured."""
     rows = []
@@ -147,7 +124,7 @@ def cost_table(folder: Path) -> str:
 def page(text: str, folder: Path) -> str:
     """The page with the figures of the records."""
     tasks = load(folder)
-    parts = {"test": test_table(tasks), "flag": flag_line(tasks), "cost": cost_table(folder)}
+    parts = {"test": test_table(tasks), "cost": cost_table(folder)}
     for name, new in parts.items():
         text = filled(text, name, new, script="held_out_pages")
     return text

@@ -29,8 +29,6 @@ class Found:
         lrs: ``lrs[i][k]``, the learning rate of param group k after ``steps[i]``; NaN before it joined.
         total_steps: of the run; None while it is unknown.
         weight_decays: where it was learned, the last weight decay of each param group; nothing otherwise.
-        worse_since: step at which held-out loss was lowest, if at the end it is above that by more than two standard
-            errors; None otherwise, or without a probe. Training could have ended there.
 
     Example:
         >>> from hdet import Found
@@ -46,7 +44,6 @@ class Found:
     lrs: tuple[tuple[float, ...], ...]
     total_steps: int | None = None
     weight_decays: tuple[float, ...] = ()
-    worse_since: int | None = None
 
     @property
     def peak_lrs(self) -> tuple[float, ...]:
@@ -65,8 +62,6 @@ class Found:
             text = f"peak learning rates {by_name}; the first at step {at}{of}"
         if self.weight_decays:
             text += "; weight decay " + " ".join(dict.fromkeys(f"{value:.3g}" for value in self.weight_decays))
-        if self.worse_since is not None:
-            text += f"; held-out loss was lowest about step {self.worse_since}, and has risen since"
         return text
 
     def as_schedule(self, optimizer: Optimizer, total_steps: int | None = None) -> LambdaLR:
@@ -115,14 +110,13 @@ class Found:
             steps = numbers_of(data["steps"], "steps", None, low=0)
             rows = [[math.nan if value is None else value for value in row] for row in data["lrs"]]
             lrs = numbers_of(rows, "lrs", len(steps), len(names), low=0, finite=False) if rows else np.empty((0, 0))
-            total, worse = data["total_steps"], data.get("worse_since")  # older files have no more than the curve
+            total = data["total_steps"]
             return cls(
                 names,
                 tuple(int(step) for step in steps),
                 tuple(tuple(row) for row in lrs.tolist()),
                 None if total is None else whole_of(total, "total_steps"),
                 tuple(numbers_of(data.get("weight_decays", []), "weight_decays", None, low=0).tolist()),
-                None if worse is None else whole_of(worse, "worse_since"),
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(

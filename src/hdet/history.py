@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hdet.checks import FloatArray, mapping_of, numbers_of, whole_of
+from hdet.checks import FloatArray, mapping_of, numbers_of
 from hdet.notices import is_first_rank, tell
 from hdet.policy.round import Verdict
 from hdet.policy.steering import KnobEvidence, Steering
@@ -21,8 +21,6 @@ Numbers = tuple[float, ...]
 HISTORY_ROUNDS = 1000
 MAX_POINTS = 512
 """Of the curve of learning rates."""
-WORSE = 2.0
-"""Standard errors, of both together, by which held-out loss has to be above its lowest to be called worse."""
 
 
 class HeldOut(NamedTuple):
@@ -226,8 +224,6 @@ class History:
     Attributes:
         curve: the learning rates.
         sinks: called with each record.
-        lowest: step, mean and standard error of the lowest mean held-out loss so far; None without a probe.
-        worse_since: that step, where the mean is above it by more than its error by now; None where it is not.
         resumed_from: where the next round is the first after a resume on another number of replicas, that of before.
     """
 
@@ -235,8 +231,6 @@ class History:
         self._records: deque[RoundRecord] = deque(maxlen=HISTORY_ROUNDS)
         self.curve = Curve()
         self.sinks: list[Callable[[RoundRecord], object]] = []
-        self.lowest: tuple[int, float, float] | None = None
-        self.worse_since: int | None = None
         self.resumed_from: int | None = None
 
     @property
@@ -255,8 +249,6 @@ class History:
         """A round has ended."""
         self._records.append(record)
         self.curve.add(record.step, record.base_values)
-        if record.held_out is not None and not math.isnan(record.held_out.loss + record.held_out.mean):
-            self._follow(record.step, record.held_out.mean, record.held_out.mean_error)
         self.resumed_from = None
         for sink in self.sinks:
             sink(record)
@@ -264,11 +256,11 @@ class History:
     def remember(self) -> tuple[Any, ...]:
         """What :meth:`write` changes."""
         last = self._records[-1] if self._records else None
-        return last, self.curve.state_dict(), self.lowest, self.worse_since, self.resumed_from
+        return last, self.curve.state_dict(), self.resumed_from
 
     def put_back(self, before: tuple[Any, ...]) -> None:
         """As it was at :meth:`remember`."""
-        last, curve, self.lowest, self.worse_since, self.resumed_from = before
+        last, curve, self.resumed_from = before
         self.curve.steps, self.curve.values = curve["steps"], curve["values"]
         if self._records and self._records[-1] is not last:
             self._records.pop()
@@ -276,32 +268,16 @@ class History:
     # -- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "curve": self.curve.state_dict(),
-            "worse_since": self.worse_since,
-            "lowest": list(self.lowest or ()),
-        }
+        # Older versions read the last two, of a flag that was up in 2 of 56 runs.
+        return {"curve": self.curve.state_dict(), "worse_since": None, "lowest": []}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> History:
         """A history without records; ValueError or KeyError where the state cannot be used."""
         found = History()
         found.curve = Curve.from_state(state["curve"])
-        worse = state.get("worse_since")  # older states have none
-        found.worse_since = None if worse is None else whole_of(worse, "worse_since")
-        if state.get("lowest"):
-            step, mean, error = numbers_of(state["lowest"], "lowest", 3).tolist()
-            found.lowest = (int(step), mean, error)
         return found
 
     def go_on_from(self, saved: History, resumed_from: int | None) -> None:
         """Continue from what a state held; records and sinks stay."""
-        self.curve, self.worse_since, self.lowest = saved.curve, saved.worse_since, saved.lowest
-        self.resumed_from = resumed_from
-
-    def _follow(self, step: int, mean: float, error: float) -> None:
-        """A new mean of the held-out loss."""
-        if self.lowest is None or mean < self.lowest[1]:
-            self.lowest = (step, mean, error)
-        best, lowest, its_error = self.lowest
-        self.worse_since = best if mean - lowest > WORSE * math.hypot(error, its_error) else None
+        self.curve, self.resumed_from = saved.curve, resumed_from

@@ -538,7 +538,7 @@ def adopted(state: Mapping[str, Any], *, round_index: int, scale: float = 1.0) -
         "quarantine": pack_quarantine(QuarantineState()),
         "left_at_mean": False, "anchor": [],
         "curve": {"steps": [], "values": []},
-        "losses": None, "signals": {}, "worse_since": None, "lowest": [],
+        "losses": None, "signals": {},
     }  # fmt: skip
 
 

@@ -268,7 +268,6 @@ class Scheduler:
             tuple(map(tuple, run.history.curve.values)),
             None if math.isinf(total) else int(total),
             tuple(float(group["weight_decay"]) for group in groups) if learns_decay else (),
-            run.history.worse_since,
         )
 
     def __repr__(self) -> str:

@@ -25,14 +25,15 @@ BEST = Copies(best=True)
 class Run:
     """A small regression, an evaluation every tenth step that overfits from the sixtieth on, and copies by hand."""
 
-    def __init__(self, wrap: Any = None) -> None:
+    def __init__(self, wrap: Any = None, copies: Copies = BEST) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Linear(32, 1))
         self.model = self.model if wrap is None else wrap(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        self.auto = AutoLR(self.optimizer, total_steps=STEPS, model=self.model, copies=BEST)
+        self.auto = AutoLR(self.optimizer, total_steps=STEPS, model=self.model, copies=copies)
         self.batches = torch.Generator().manual_seed(1)
         self.lrs: list[float] = []
+        self.overfits = 0.01
         self.kept: dict[int, list[Tensor]] = {}
 
     def train(self, num_steps: int) -> None:
@@ -47,7 +48,7 @@ class Run:
             step = self.auto.last_epoch
             if step % 10 == 0:
                 self.kept[step] = self.weights()
-                self.auto.evaluated(1 / (1 + step / 20) + 0.01 * max(step - 60, 0))
+                self.auto.evaluated(1 / (1 + step / 20) + self.overfits * max(step - 60, 0))
 
     def weights(self) -> list[Tensor]:
         return [local_tensor(t).detach().clone() for t in (*self.model.parameters(), *self.model.buffers())]
@@ -81,6 +82,15 @@ def test_the_decay_starts_from_them_at_a_quarter_of_the_learning_rate() -> None:
     assert run.lrs[turned : turned + steps] == pytest.approx([first * (1 - k / steps) for k in range(steps)], rel=0.2)
     assert run.auto.total_steps == turned + steps
     assert not any("undone" in event for record in run.auto.history for event in record.events)
+
+
+def test_nothing_changes_where_validation_still_falls() -> None:
+    runs = Run(), Run(copies=Copies())
+    for run in runs:
+        run.overfits = 0.0
+        run.train(100)
+    assert runs[0].lrs == runs[1].lrs
+    assert _equal(runs[0].weights(), runs[1].weights())
 
 
 @pytest.mark.parametrize("stop", [80, 85, 98])
