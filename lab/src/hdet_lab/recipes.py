@@ -33,6 +33,8 @@ OptimizerName = Literal[TorchOptimizerName, "lion", "muon"]
 ADAM_BETAS = (0.9, 0.95)
 ADAMW_DECAY = 0.1
 SGD_MOMENTUM = 0.9
+MUON_LR, MUON_ADAM_LR = 0.02, 3e-4
+"""Of Muon's author, for hidden matrices and for everything else."""
 PEAK_SHARE = 0.1
 """Share of a one-cycle run before its peak."""
 
@@ -103,13 +105,18 @@ def schedule_table(name: str, num_steps: int) -> FloatArray:
 
 
 def make_optimizer(name: str) -> StackedOptimizer:
-    """The stacked optimizer called ``name``, one of :data:`OptimizerName`."""
+    """The stacked optimizer called ``name``, one of :data:`OptimizerName`.
+
+    Or ``torch-adamw``, ``torch.optim.AdamW`` at its defaults; ``author-muon``, Muon at those of its author.
+    """
     makers: dict[str, Callable[[], StackedOptimizer]] = {
         "adam": lambda: Adam(ADAM_BETAS),
         "adamw": lambda: Adam(ADAM_BETAS, weight_decay=ADAMW_DECAY, decoupled=True),
         "sgd": lambda: SGD(momentum=SGD_MOMENTUM),
         "lion": Lion,
         "muon": lambda: Muon(betas=ADAM_BETAS),
+        "torch-adamw": lambda: Adam(weight_decay=0.01, decoupled=True),
+        "author-muon": lambda: Muon(betas=ADAM_BETAS, eps=1e-10, adam_share=MUON_ADAM_LR / MUON_LR),
     }
     if name not in makers:
         raise ValueError(f"optimizer must be one of {', '.join(makers)}, but got {name!r}")

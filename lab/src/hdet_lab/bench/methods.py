@@ -18,10 +18,21 @@
 - ``halving``: half of the run's compute for eight learning rates, then four, then two, judged by validation loss; the
   best has a one-cycle over the other half.
 - ``population``: population-based training of four workers with the whole batch each, four times the compute.
+- On half C the optimizer of ``grid``, ``autolr`` and ``adam`` is ``torch.optim.AdamW`` at its defaults (betas 0.9 and
+  0.999, weight decay 0.01), on two of its tasks SGD with momentum; twice and half the grid's best learning rate are
+  added, which random search does not draw.
+- ``greedy``, ``plateau``, ``adalrs``: GreedyLR, ReduceLROnPlateau and AdaLRS, which read the training loss, around that
+  AdamW from its default of 0.001. GreedyLR as in transformers, every step, the loss smoothed over 50;
+  ReduceLROnPlateau at its defaults, told 50 means a run; AdaLRS from its abstract and summaries (the text of the paper
+  was not at hand), searching in the first half of a cosine. ``schedule-free-plus``: as in its authors' repository, with
+  a warm-up of 10%.
+- ``muon``: as its author has it, 0.02 for hidden matrices and Adam at 0.0003 for the rest (convolutions too), under
+  WSD. ``step-law``: the learning rate of its formula under a cosine, on the language model.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,10 +41,12 @@ import numpy as np
 
 from hdet.policy.timing import default_interval
 from hdet_lab.bench.held_out import run_held_out
+from hdet_lab.bench.loops import run_loop
 from hdet_lab.bench.statistics import mean
-from hdet_lab.bench.suite import GRIDS, NUM_CALIBRATION_SEEDS, SHAPES, START, half_decade
+from hdet_lab.bench.suite import GRIDS, NUM_CALIBRATION_SEEDS, PLAIN_LOOPS, SHAPES, START, half_decade
 from hdet_lab.bench.train import Bench, Whole
-from hdet_lab.recipes import ADAM_BETAS, ADAMW_DECAY
+from hdet_lab.recipes import ADAM_BETAS, ADAMW_DECAY, MUON_LR
+from hdet_lab.stacked.optim import EMBEDDINGS_AND_HEADS
 from hdet_lab.stacked.population import train_populations
 from hdet_lab.stacked.rivals import DAdaptAdam, DoG, Mechanic, NAdamW, Prodigy, RangeTest, Rule, ScheduleFree
 from hdet_lab.stacked.run import Run
@@ -72,6 +85,9 @@ def run_method(bench: Bench, method: str) -> Records:
         "finder": lambda: _finder(bench),
         "halving": lambda: _halving(bench),
         "population": lambda: _population(bench),
+        "muon": lambda: bench.train(_fixed(bench.seeds, [MUON_LR], ["wsd"]), "author-muon"),
+        "step-law": lambda: bench.train(_fixed(bench.seeds, [_step_law(bench)], ["cosine"]), bench.entry.optimizer),
+        **{name: functools.partial(run_loop, bench, name) for name in PLAIN_LOOPS},
     }
     return plain[method]()
 
@@ -111,7 +127,7 @@ def _grid(bench: Bench, optimizer: str | Rule, shapes: Sequence[str], name: str)
         records = bench.train(_fixed(seeds, lrs, shapes), optimizer)
         return [{**record, "in_first_grid": lrs[record["lr"]]} for record in records]
 
-    before = {record["lr"] for record in bench.earlier}
+    before = {record["lr"] for record in bench.earlier if not record.get("refined")}
     indices = [index for index in _ALL_INDICES if half_decade(index) in before] or list(first)
     records = train(indices, bench.seeds)
     everyone = sorted({record["seed"] for record in bench.earlier} | set(bench.seeds))
@@ -121,7 +137,23 @@ def _grid(bench: Bench, optimizer: str | Rule, shapes: Sequence[str], name: str)
             break
         indices = sorted(indices + more)
         records += train(more, everyone)
+    if bench.entry.half == "C":
+        best = best_lr([*bench.earlier, *records])
+        near = bench.train(_fixed(bench.seeds, [best / 2, best * 2], shapes), optimizer)
+        records += [{**record, "in_first_grid": False, "refined": True} for record in near]
     return records
+
+
+def step_law(num_parameters: int, num_tokens: int) -> float:
+    """The learning rate of Li et al. 2025 (arXiv 2503.04715) for parameters outside of embeddings, and tokens."""
+    return float(f"{1.79 * num_parameters**-0.713 * num_tokens**0.307:.4g}")
+
+
+def _step_law(bench: Bench) -> float:
+    named = bench.task.build(0).named_parameters()
+    num = sum(parameter.numel() for name, parameter in named if not name.startswith(EMBEDDINGS_AND_HEADS))
+    (tokens,) = bench.task.gather(bench.task.rows(0))
+    return step_law(num, bench.steps * tokens[:, 1:].numel())
 
 
 def best_lr(records: Records) -> float:

@@ -1,4 +1,4 @@
-"""What the benchmark consists of: tasks in two halves, methods, and the order in which they run."""
+"""What the benchmark consists of: tasks in three parts, methods, and the order in which they run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Half = Literal["A", "B", "extra"]
+Half = Literal["A", "B", "C", "extra"]
 SHAPES = ("one-cycle", "cosine", "wsd")
 START = 1e-3
 """Learning rate that AutoLR is given, which does not matter to it."""
@@ -27,6 +27,7 @@ def half_decade(index: int) -> float:
 GRIDS = {
     "adam": range(-8, -2),
     "adamw": range(-8, -2),
+    "torch-adamw": range(-8, -2),
     "nadamw": range(-8, -2),
     "muon": range(-8, -2),
     "lion": range(-10, -4),
@@ -42,8 +43,9 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        half: ``A``, on which defaults may be chosen; ``B``, which is only reported; ``extra``: neither. On stdlib-gpt
-            AutoLR's settings were looked at before there were halves.
+        half: ``A``, on which defaults may be chosen; ``B``, which is only reported; ``C``: run once, with code that
+            had never been tried on it, around ``torch.optim.AdamW`` at its defaults; ``extra``: none of them. On
+            stdlib-gpt AutoLR's settings were looked at before there were halves.
         steps: of a run.
         task: what is trained; default the name.
         optimizer: what the grid and AutoLR tune.
@@ -90,6 +92,17 @@ ENTRIES = (
     Entry("stdlib-gpt-lion", "extra", task="stdlib-gpt", optimizer="lion"),
     Entry("stdlib-gpt-muon", "extra", task="stdlib-gpt", optimizer="muon"),
     Entry("quadratic", "extra", steps=200),
+    Entry("cifar10", "C", optimizer="torch-adamw", stacked=18),
+    Entry("wikitext-gpt", "C", steps=600, optimizer="torch-adamw"),
+    Entry("diamonds-raw", "C", steps=5000, optimizer="torch-adamw", stacked=90),
+    Entry("speech", "C", steps=800, optimizer="torch-adamw"),
+    Entry("molecules", "C", optimizer="torch-adamw"),
+    Entry("burgers", "C", steps=600, optimizer="torch-adamw"),
+    Entry("movielens", "C", steps=1000, optimizer="torch-adamw"),
+    Entry("weather", "C", steps=800, optimizer="torch-adamw"),
+    Entry("flights", "C", steps=400, optimizer="torch-adamw"),
+    Entry("cifar10-sgd", "C", task="cifar10", optimizer="sgd", stacked=18),
+    Entry("movielens-sgd", "C", steps=1000, task="movielens", optimizer="sgd"),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")
@@ -105,7 +118,7 @@ OWN_METHODS = ("grid", "autolr", "adamw", "nadamw", "prodigy", "mechanic", "sche
 MethodName = Literal[
     "grid", "autolr", "adamw-grid", "adamw", "prodigy", "schedule-free", "schedule-free-grid", "d-adaptation",
     "finder", "halving", "nadamw-grid", "nadamw", "mechanic", "dog", "schedule-free-autolr", "population",
-    "autolr-held-out",
+    "autolr-held-out", "greedy", "plateau", "adalrs", "schedule-free-plus", "muon", "step-law",
 ]  # fmt: skip
 CALIBRATIONS: dict[str, str] = {"adamw": "adamw-grid", "nadamw": "nadamw-grid"}
 """Methods at one default for all tasks, and the grid on half A that it is chosen from."""
@@ -115,15 +128,23 @@ ADAM_DEFAULT = ("wsd", 3e-3)
 """Of the fixed learning rates of Adam that every task of half A has: the best on the mean over it, five seeds."""
 NOTHING_SET = (
     "autolr", "adam", "adamw", "nadamw", "prodigy", "d-adaptation", "mechanic", "dog", "schedule-free",
-    "schedule-free-autolr", "finder", "halving",
+    "schedule-free-autolr", "finder", "halving", "greedy", "plateau", "adalrs", "schedule-free-plus", "muon",
+    "step-law",
 )  # fmt: skip
 """One run's compute, and nothing for the user to choose."""
 OF_ANY_OPTIMIZER = ("grid", "autolr")
+PLAIN_LOOPS = ("greedy", "plateau", "adalrs", "schedule-free-plus")
+"""Rivals that act on the loss of each step."""
+ONLY_ON_C = (*PLAIN_LOOPS, "muon", "step-law")
+NOT_ON_C = ("schedule-free-grid", "schedule-free-autolr", "population", "autolr-held-out")
+LANGUAGE_MODELS = ("wikitext-gpt",)
+"""Entries of half C on which Step Law says something."""
 # What a run that is cut short should have done first: half B with what decides the target, then half A, then the rest.
 _RANKS: dict[str, int] = {
     "adamw-grid": 0, "grid": 1, "autolr": 1, "adamw": 1, "prodigy": 1, "schedule-free": 1, "schedule-free-grid": 3,
     "d-adaptation": 3, "finder": 3, "halving": 3, "nadamw-grid": 3, "nadamw": 4, "mechanic": 4, "dog": 4,
-    "schedule-free-autolr": 4, "population": 5, "autolr-held-out": 5,
+    "schedule-free-autolr": 4, "population": 5, "autolr-held-out": 5, "greedy": 4, "plateau": 4, "adalrs": 4,
+    "schedule-free-plus": 4, "muon": 4, "step-law": 4,
 }  # fmt: skip
 METHODS = tuple(_RANKS)
 
@@ -153,7 +174,14 @@ def jobs(entries: Sequence[Entry], methods: Sequence[str]) -> list[Job]:
 
 def _jobs(entries: Sequence[Entry], methods: Sequence[str]) -> Iterator[Job]:
     for entry in entries:
-        for method in methods:
-            calibrates = method in CALIBRATIONS.values()
-            if (entry.half == "A" or not calibrates) and (entry.optimizer == "adam" or method in OF_ANY_OPTIMIZER):
-                yield Job(entry, method)
+        yield from (Job(entry, method) for method in methods if _takes(entry, method))
+
+
+def _takes(entry: Entry, method: str) -> bool:
+    if method in OF_ANY_OPTIMIZER:
+        return True
+    if entry.half == "C":
+        fits = entry.optimizer == "torch-adamw" and method not in (*CALIBRATIONS.values(), *NOT_ON_C)
+        return fits and (method != "step-law" or entry.name in LANGUAGE_MODELS)
+    calibrates = method in CALIBRATIONS.values()
+    return entry.optimizer == "adam" and method not in ONLY_ON_C and (entry.half == "A" or not calibrates)

@@ -45,6 +45,12 @@ LABELS = {
     "finder": "learning-rate finder, one-cycle",
     "halving": "successive halving",
     "population": "population-based training",
+    "greedy": "GreedyLR",
+    "plateau": "ReduceLROnPlateau",
+    "adalrs": "AdaLRS",
+    "schedule-free-plus": "Schedule-Free+",
+    "muon": "Muon at its author's default",
+    "step-law": "Step Law",
     **{f"search-{size}": f"random search of {size}" for size in SWEEP_SIZES},
 }
 COMPUTE = {"autolr-held-out": "1", "population": "4", **{f"search-{size}": str(size) for size in SWEEP_SIZES}}
@@ -74,7 +80,8 @@ class TaskSummary:
 
     def searched(self, seed: int) -> list[float]:
         """Losses of one seed that a random search draws from: the grid as it is after it has grown."""
-        return [run["loss"] for run in self.record.methods["grid"] if run["seed"] == seed]
+        grid = self.record.methods["grid"]
+        return [run["loss"] for run in grid if run["seed"] == seed and not run.get("refined")]
 
     def share(self, method: str) -> float:
         """By which the method is above the best of the grid: the geometric mean over seeds."""
@@ -118,7 +125,7 @@ def summarize(record: Record) -> TaskSummary | None:
             by_seed = {run["seed"]: run["loss"] for run in record.methods[method]}
             found.excess[method] = excess([by_seed.get(seed, math.inf) for seed in seeds], best)
     fixed = record.losses("grid").get(ADAM_DEFAULT, {})
-    if record.optimizer == "adam" and fixed.keys() >= set(seeds):
+    if record.optimizer in ("adam", "torch-adamw") and fixed.keys() >= set(seeds):
         found.excess["adam"] = excess([fixed[seed] for seed in seeds], best)
     for size in SWEEP_SIZES:
         searched = [expected_best(found.searched(seed), size) for seed in seeds]

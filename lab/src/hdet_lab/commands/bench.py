@@ -53,8 +53,8 @@ class BenchOptions(Options):
     """What to run on each; with --task, a few of them are the default."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of weights and data order; each method runs once for each."""
-    half: Literal["A", "B", "extra", "all"] = "all"
-    """A: tasks on which defaults may be chosen; B: those that are only reported; extra: neither."""
+    half: Literal["A", "B", "C", "extra", "all"] = "all"
+    """A: tasks on which defaults may be chosen; B, C: those that are only reported; extra: none of them."""
     steps: int | None = None
     """Optimizer steps of a run; default each entry's own."""
     out: Path = Path("runs/bench")
@@ -145,7 +145,7 @@ def _runner(options: BenchOptions, console: Console) -> Runner:
         options.device,
         options.data,
         lambda line: console.print(line, soft_wrap=True, markup=False),
-        CHOSEN if options.task else {},
+        CHOSEN if options.task or options.half == "C" else {},
     )
 
 

@@ -1,4 +1,4 @@
-"""A small ResNet with BatchNorm for grey images, whose many copies run as one batched computation."""
+"""A small ResNet with BatchNorm for grey or coloured images, whose many copies run as one batched computation."""
 
 from __future__ import annotations
 
@@ -30,16 +30,21 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Class logits of square grey images: a 3x3 convolution, one block for each width, a mean over places, a head.
+    """Class logits of square images: a 3x3 convolution, one block for each width, a mean over places, a head.
 
     Convolutions and head are He-initialised. The default is 0.22M parameters.
     """
 
     def __init__(
-        self, num_classes: int, *, widths: Sequence[int] = (32, 64, 96), generator: torch.Generator | None = None
+        self,
+        num_classes: int,
+        *,
+        widths: Sequence[int] = (32, 64, 96),
+        num_colours: int = 1,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(1, widths[0], 3, padding=1, bias=False)
+        self.stem = nn.Conv2d(num_colours, widths[0], 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(widths[0])
         inputs = [widths[0], *widths]
         self.blocks = nn.ModuleList(ResidualBlock(a, b) for a, b in zip(inputs, widths, strict=False))
@@ -53,8 +58,9 @@ class ResNet(nn.Module):
                     parameter.normal_(0.0, math.sqrt(gain / num_inputs), generator=generator)
 
     def forward(self, images: Tensor) -> Tensor:
-        """``images``: (rows, height, width) of bytes; returns (rows, classes)."""
-        x = (images.to(self.stem.weight.dtype).unsqueeze(1) / 255 - MEAN) / STD
+        """``images``: (rows, height, width) of bytes, or (rows, height, width, colours); returns (rows, classes)."""
+        images = images.unsqueeze(-1) if images.dim() == 3 else images
+        x = (images.movedim(-1, 1).to(self.stem.weight.dtype) / 255 - MEAN) / STD
         x = F.relu(self.norm(self.stem(x)))
         for block in self.blocks:
             x = block(x)

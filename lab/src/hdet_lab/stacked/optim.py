@@ -11,7 +11,7 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 # First parts of the names of embeddings and output layers in the lab's models.
-EMBEDDINGS_AND_HEADS = ("tokens", "positions", "items", "behaviours", "fields", "head", "mlp_out")
+EMBEDDINGS_AND_HEADS = ("tokens", "positions", "users", "items", "inputs", "behaviours", "fields", "head", "mlp_out")
 
 
 class Slot(NamedTuple):
@@ -141,7 +141,8 @@ class Muon:
     """``torch.optim.Muon`` with Nesterov momentum for hidden matrices, :class:`Adam` for everything else.
 
     A hidden matrix is a 2-D parameter whose name does not begin with one of ``not_hidden``. The update of a matrix has
-    the size of Adam's (``adjust_lr_fn="match_rms_adamw"``), so that one learning rate serves both.
+    the size of Adam's (``adjust_lr_fn="match_rms_adamw"``), so that one learning rate serves both; with ``adam_share``
+    it is as its author has it (``"original"``), and the learning rate of everything else is this share of it.
 
     Args:
         momentum: of the matrices.
@@ -149,6 +150,7 @@ class Muon:
         weight_decay: decoupled, of all parameters.
         not_hidden: first parts of the names of embeddings and output layers.
         dtype: of the Newton-Schulz iteration.
+        adam_share: None for updates of the same size.
     """
 
     def __init__(
@@ -160,8 +162,10 @@ class Muon:
         *,
         not_hidden: Sequence[str] = EMBEDDINGS_AND_HEADS,
         dtype: torch.dtype = torch.bfloat16,
+        adam_share: float | None = None,
     ) -> None:
         self.momentum = momentum
+        self.adam_share = adam_share
         self.decoupled_decay = weight_decay
         self.not_hidden = frozenset(not_hidden)
         self.dtype = dtype
@@ -182,7 +186,8 @@ class Muon:
     def update(self, state: State, gradient: Tensor, weights: Tensor, layout: Layout) -> Tensor:
         matrices, others = self._split(layout)
         update = torch.empty_like(gradient)
-        _put(update, others, self._adam.update(state, _take(gradient, others), weights, others))
+        theirs = self._adam.update(state, _take(gradient, others), weights, others)
+        _put(update, others, theirs if self.adam_share is None else self.adam_share * theirs)
         theirs = _take(gradient, matrices)
         momentum = state["momentum"].lerp_(theirs, 1 - self.momentum)
         _put(update, matrices, theirs.lerp(momentum, self.momentum))
@@ -193,8 +198,11 @@ class Muon:
             stacked = torch.stack([update[..., slot.columns].reshape(*lead, *shape) for slot in alike])
             orthogonal = orthogonalize(stacked.to(self.dtype)).to(update.dtype)
             for slot, matrix in zip(alike, orthogonal, strict=True):
-                update[..., slot.columns] = matrix.flatten(-2) * (0.2 * math.sqrt(max(shape)))
+                update[..., slot.columns] = matrix.flatten(-2) * self._factor(*shape)
         return update
+
+    def _factor(self, rows: int, columns: int) -> float:
+        return 0.2 * math.sqrt(max(rows, columns)) if self.adam_share is None else math.sqrt(max(1, rows / columns))
 
     def _split(self, layout: Layout) -> tuple[Layout, Layout]:
         matrices = [slot for slot in layout if self.is_hidden_matrix(slot)]

@@ -22,6 +22,17 @@ from hdet_lab.tasks.finetune import (
     finetune_lora,
     finetune_lora_10m,
 )
+from hdet_lab.tasks.half_c import (
+    BurgersTask,
+    CifarTask,
+    MoleculesTask,
+    RatingsTask,
+    WeatherTask,
+    diamonds_raw,
+    flights,
+    speech,
+    wikitext_gpt,
+)
 from hdet_lab.tasks.quadratic import QuadraticTask
 from hdet_lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet_lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
@@ -86,6 +97,15 @@ TASKS: dict[str, Callable[..., Task]] = {
     "tabular-regression-raw": tabular_regression_raw,
     "linear-raw": linear_raw,
     "quadratic": lambda data, **options: QuadraticTask(**options),
+    "cifar10": CifarTask,
+    "wikitext-gpt": wikitext_gpt,
+    "molecules": MoleculesTask,
+    "movielens": RatingsTask,
+    "speech": speech,
+    "weather": WeatherTask,
+    "burgers": BurgersTask,
+    "diamonds-raw": diamonds_raw,
+    "flights": flights,
 }
 """Name to what makes the task from the data folder and options."""
 
@@ -96,7 +116,7 @@ def load_task(name: str, data: str | Path = "data", **options: Any) -> Task:
     Args:
         name: one of :data:`TASKS`, or ``package.module:Class`` for one of your own. The class, or any function that
             returns a task, is called with ``options``, and with ``data`` where it has a parameter of this name.
-        data: folder that holds ``tinyshakespeare/``, ``kuairand-pure/``, ``fashion-mnist/`` and ``tabular/``.
+        data: folder that holds ``tinyshakespeare/``, ``kuairand-pure/``, ``fashion-mnist/``, ``tabular/``, ``open/``.
         **options: of the task; default its own sizes.
     """
     if is_target(name):
