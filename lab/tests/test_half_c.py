@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from hdet_lab.bench.loops import AdaLRS, GreedyLR, Plateau, ScheduleFreePlus, run_loop, slope_and_error
-from hdet_lab.bench.methods import step_law
+from hdet_lab.bench.methods import run_method, step_law
 from hdet_lab.bench.suite import BY_NAME, ENTRIES, METHODS, jobs
 from hdet_lab.bench.train import Bench
+from hdet_lab.stacked.run import Run
 from hdet_lab.tasks import load_task
 from hdet_lab.tasks.half_c import BurgersTask, MoleculesTask, RatingsTask, WeatherTask, diamonds_raw, speech
 from hdet_lab.tasks.packages import AROMATIC, ATOMS, Package, arrays_sha256, graph, read_arrays
@@ -90,6 +91,22 @@ def test_half_c_is_run_around_the_optimizer_of_the_snippet() -> None:
     assert not any(job.method == "greedy" for job in jobs(ENTRIES, METHODS) if job.entry.half != "C")
 
 
+def test_grid_is_refined_around_its_best_and_for_seeds_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(bench: Bench, runs: list[Run], optimizer: str) -> list[dict[str, Any]]:
+        return [
+            {"lr": run.lr, "schedule": run.schedule, "seed": run.seed, "loss": abs(np.log(run.lr / 4e-3)) + run.seed}
+            for run in runs
+        ]
+
+    monkeypatch.setattr(Bench, "train", train)
+    task = QuadraticTask(dimension=5, noise=0.1, batch_rows=4, num_rows=64)
+    first = run_method(Bench(BY_NAME["speech"], task, [0], 60), "grid")
+    both = first + run_method(Bench(BY_NAME["speech"], task, [1], 60, earlier=first), "grid")
+    refined = {(run["lr"], run["seed"]) for run in both if run.get("refined")}
+    assert refined == {(1.5e-3, 0), (6e-3, 0), (1.5e-3, 1), (6e-3, 1)}
+    assert len({(run["lr"], run["schedule"], run["seed"]) for run in both}) == len(both)
+
+
 def optimizer(lr: float = 1e-3) -> torch.optim.AdamW:
     return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=lr)
 
@@ -129,9 +146,7 @@ def test_schedule_free_plus_agrees_with_its_authors() -> None:
     other = None if reference is None else reference([theirs], c_warmup=4)
     for step in range(30):
         losses = [(scales * p.square()).sum() / 2 for p in (mine, theirs)]
-        mine.grad, theirs.grad = (
-            torch.autograd.grad(loss, p)[0] for loss, p in zip(losses, (mine, theirs), strict=True)
-        )
+        mine.grad, theirs.grad = torch.autograd.grad(losses[0] + losses[1], (mine, theirs))
         optimizer.step(losses[0].item())
         if other is not None:
             other.train()

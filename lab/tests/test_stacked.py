@@ -153,16 +153,16 @@ def test_matches_torch_optim_on_separate_models(
         assert task.evaluate(engine.mean_model(run))["loss"] == pytest.approx(means[run].item(), rel=1e-10)
 
 
-def test_muon_in_bfloat16_is_near_torch() -> None:
+@pytest.mark.parametrize(("muon", "adjusted"), [(Muon(), "match_rms_adamw"), (Muon(adam_share=0.1), "original")])
+def test_muon_in_bfloat16_is_near_torch(muon: Muon, adjusted: str) -> None:
     shapes = {"tall": (12, 5), "wide": (5, 12), "tall2": (12, 5), "square": (6, 6)}
     layout = make_layout(shapes, map(torch.Size, shapes.values()))
-    muon = Muon()
     sizes = (2, 2, layout[-1].columns.stop)
     state, moved = muon.init(torch.zeros(sizes), layout), torch.zeros(sizes)
     assert state["first"].numel() == 0  # every parameter is a hidden matrix
 
     models = [[[nn.Parameter(torch.zeros(s)) for s in shapes.values()] for _ in range(2)] for _ in range(2)]
-    optimizers = [[torch.optim.Muon(p, 1.0, 0.0, adjust_lr_fn="match_rms_adamw") for p in run] for run in models]
+    optimizers = [[torch.optim.Muon(p, 1.0, 0.0, adjust_lr_fn=adjusted) for p in run] for run in models]
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         gradient = torch.randn(sizes, generator=generator)

@@ -18,23 +18,23 @@
 - ``halving``: half of the run's compute for eight learning rates, then four, then two, judged by validation loss; the
   best has a one-cycle over the other half.
 - ``population``: population-based training of four workers with the whole batch each, four times the compute.
-- On half C the optimizer of ``grid``, ``autolr`` and ``adam`` is ``torch.optim.AdamW`` at its defaults (betas 0.9 and
-  0.999, weight decay 0.01), on two of its tasks SGD with momentum; twice and half the grid's best learning rate are
-  added, which random search does not draw.
-- ``greedy``, ``plateau``, ``adalrs``: GreedyLR, ReduceLROnPlateau and AdaLRS, which read the training loss, around that
-  AdamW from its default of 0.001. GreedyLR as in transformers, every step, the loss smoothed over 50;
-  ReduceLROnPlateau at its defaults, told 50 means a run; AdaLRS from its abstract and summaries (the text of the paper
-  was not at hand), searching in the first half of a cosine. ``schedule-free-plus``: as in its authors' repository, with
-  a warm-up of 10%.
-- ``muon``: as its author has it, 0.02 for hidden matrices and Adam at 0.0003 for the rest (convolutions too), under
-  WSD. ``step-law``: the learning rate of its formula under a cosine, on the language model.
+
+On half C ``grid``, ``autolr`` and ``adam`` have ``torch.optim.AdamW`` at its defaults (betas 0.9, 0.999; decay 0.01),
+on two tasks SGD with momentum. The grid has twice and half its best too, which random search never draws. Besides:
+
+- ``greedy``, ``plateau``, ``adalrs`` read the training loss, around AdamW from its default of 0.001: GreedyLR as in
+  transformers, the loss smoothed over 50 steps; ReduceLROnPlateau at its defaults, told 50 means a run; AdaLRS from
+  its abstract and summaries, searching in the first half of a cosine. ``schedule-free-plus``: as its authors' code, 10%
+  warm-up.
+- ``muon``: its author's 0.02 for hidden matrices, Adam at 0.0003 for the rest, under WSD. ``step-law``: its formula,
+  under a cosine.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,10 +138,16 @@ def _grid(bench: Bench, optimizer: str | Rule, shapes: Sequence[str], name: str)
         indices = sorted(indices + more)
         records += train(more, everyone)
     if bench.entry.half == "C":
-        best = best_lr([*bench.earlier, *records])
-        near = bench.train(_fixed(bench.seeds, [best / 2, best * 2], shapes), optimizer)
+        best, old = best_lr([*bench.earlier, *records]), refined_lrs(bench.earlier)
+        runs = _fixed(bench.seeds, old, shapes) + _fixed(everyone, {best / 2, best * 2} - set(old), shapes)
+        near = bench.train(runs, optimizer)
         records += [{**record, "in_first_grid": False, "refined": True} for record in near]
     return records
+
+
+def refined_lrs(records: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Learning rates beside the half-decades."""
+    return sorted({record["lr"] for record in records if record.get("refined")})
 
 
 def step_law(num_parameters: int, num_tokens: int) -> float:
@@ -157,9 +163,9 @@ def _step_law(bench: Bench) -> float:
 
 
 def best_lr(records: Records) -> float:
-    """The learning rate of the condition with the lowest mean loss over seeds."""
+    """The learning rate of the condition with the lowest mean loss over seeds, among the half-decades."""
     losses: dict[tuple[str, float], list[float]] = {}
-    for record in records:
+    for record in (record for record in records if not record.get("refined")):
         loss = math.inf if record["loss"] is None else record["loss"]
         losses.setdefault((record["schedule"], record["lr"]), []).append(loss)
     return min(losses, key=lambda condition: mean(losses[condition]))[1]

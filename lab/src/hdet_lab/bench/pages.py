@@ -10,7 +10,7 @@ from hdet_lab.bench import methods
 from hdet_lab.bench.figures import lr_figure, near_figure
 from hdet_lab.bench.records import Record, load
 from hdet_lab.bench.statistics import geometric_mean, t_interval
-from hdet_lab.bench.suite import DEFAULT_ENTRIES, MAX_PASSES, NOTHING_SET
+from hdet_lab.bench.suite import BY_NAME, DEFAULT_ENTRIES, MAX_PASSES, NOTHING_SET
 from hdet_lab.bench.summary import (
     COMPUTE,
     FACTORS,
@@ -134,7 +134,8 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
         *_tasks(tasks, current),
         "",
     ]
-    lines += ["## How each method was run", "", _methods(), *_defaults(records), ""]
+    has_c = any(record.half == "C" for record in records)
+    lines += ["## How each method was run", "", _methods(has_c=has_c), *_defaults(records), ""]
     lines += ["## Records, machines and versions", "", _RECORDS, "", *_facts(records), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -219,7 +220,8 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
         ])  # fmt: skip
     heads = ["task", "half", "best of grid", "AutoLR (± 95% over seeds)", "worth"]
     lines = table(heads, rows)
-    missing = [name for name in DEFAULT_ENTRIES if name not in {task.record.name for task in tasks}]
+    known, halves = {task.record.name for task in tasks}, {task.record.half for task in tasks}
+    missing = [name for name in DEFAULT_ENTRIES if name not in known and BY_NAME[name].half in halves]
     said = "Names link to the learning rates of AutoLR with all seeds, against the best fixed one (dashed)."
     said += f" Not measured: {', '.join(missing)}." if missing else ""
     return [said, "", *lines, *footnote(lines)]
@@ -230,9 +232,10 @@ def _seeds(task: TaskSummary) -> str:
     return f" ± {100 * half_width:.2f}" if math.isfinite(half_width) else ""
 
 
-def _methods() -> str:
+def _methods(*, has_c: bool) -> str:
     """The list in the docstring of the methods, which is where they are kept up to date."""
-    return (methods.__doc__ or "").partition("\n\n")[2].strip().replace("``", "`")
+    said = (methods.__doc__ or "").partition("\n\n")[2]
+    return (said if has_c else said.partition("\n\n")[0]).strip().replace("``", "`")
 
 
 def _defaults(records: Sequence[Record]) -> list[str]:
