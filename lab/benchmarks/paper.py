@@ -22,6 +22,7 @@ controller is run with both velocities of Eq. 7. Intervals are of 95%, by Studen
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -81,8 +82,20 @@ class Bench:
         return Run(lr=lr, seed=seed, method=method, label=label, **settings)
 
     def train(self, settings: Sequence[Setting], *, task: Any = None, **options: Any) -> list[Outcome]:
+        """All side by side, or as many at a time as ``--stack`` says; losses are printed as they come."""
         options = {"num_replicas": self.args.replicas, "interval": self.interval, **self.options, **options}
-        return train(self.task if task is None else task, settings, **options)
+        size, found = self.args.stack or len(settings), []
+        for first in range(0, len(settings), size):
+            found += train(self.task if task is None else task, settings[first : first + size], **options)
+            for outcome in found[first:] if size < len(settings) else ():
+                s = outcome.setting
+                print(
+                    f"{s.label} | T={options['interval']} seed {s.seed} lr {s.lr:g} | {outcome.validation}", flush=True
+                )
+            gc.collect()  # the graph's memory, before the next
+            if self.args.device.startswith("cuda"):
+                torch.cuda.empty_cache()
+        return found
 
     def best_lr(self) -> tuple[float, list[Row]]:
         """The learning rate that is fine: the best of plain training, by the mean over seeds."""
@@ -173,10 +186,13 @@ def nine(bench: Bench) -> list[Row]:
     task = Later(bench.task, bench.num_steps)
     checkpoints = bench.checkpoints(low)
     acts_from = 0.02 if bench.args.decay == "one-cycle" else PEAK_SHARE  # S_warm: Eq. 8 begins at the peak
-    for each in bench.args.intervals if bench.args.decay != "one-cycle" else [bench.interval]:
+    intervals = bench.args.intervals if bench.args.decay != "one-cycle" else [bench.interval]
+    for each in intervals:
         options = {"interval": each, "checkpoints": checkpoints, "acts_from": acts_from}
-        found = [_outcome_row(outcome, interval=each) for outcome in bench.train(settings, task=task, **options)]
-        against(found, "Baseline-High")
+        chosen = [s for s in settings if s.spread or each == intervals[0]]  # T is nothing to the others
+        found = [_outcome_row(outcome, interval=each) for outcome in bench.train(chosen, task=task, **options)]
+        known = [row for row in rows if row["label"] == "Baseline-High"]
+        against([*found, *known], "Baseline-High")
         rows += found
     return rows
 
@@ -543,6 +559,8 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=9.0)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--rows", type=int, help="of a global batch; default the task's")
+    parser.add_argument("--stack", type=int, help="runs at a time; default all")
     parser.add_argument("--interval", type=int, help="T; default a sixtieth of the run")
     parser.add_argument("--intervals", type=int, nargs="+", default=[10, 50, 200], help="of means and barrier")
     parser.add_argument(
@@ -560,7 +578,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")
-    task = make_task(args.task, args.data, full=args.full)
+    task = make_task(args.task, args.data, full=args.full, **({"batch_rows": args.rows} if args.rows else {}))
     facts = provenance.describe(task)
     bench = Bench(args, task, args.steps or steps_of(args.task, full=args.full))
     started = time.perf_counter()
