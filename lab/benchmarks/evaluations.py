@@ -206,13 +206,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
     parser.add_argument("--tasks", nargs="*", default=TASKS[:2], choices=TASKS)
+    parser.add_argument("--kinds", nargs="*", help="of runs, as the output names them; default all of a task")
     parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--max-s", type=float, default=math.inf, help="begin no run later than this")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--show", type=Path, nargs="*", help="records to show, instead of running anything")
+    parser.add_argument(
+        "--show", type=Path, nargs="*", help="records to show instead; of runs that two have, the later one's"
+    )
     args = parser.parse_args()
     if args.show:
         runs = [each for path in args.show for each in json.loads(path.read_text())["runs"]]
@@ -223,7 +226,7 @@ def main() -> None:
     jobs = []
     for seed in args.seeds:
         for task in args.tasks:
-            for kind in kinds_of(task):
+            for kind in args.kinds or kinds_of(task):
                 halves = (0, 1) if task.startswith("tabular") and kind in STEERED else (0,)
                 jobs += [(task, kind, seed, half, str(args.data), cifar, args.device) for half in halves]
     begun, runs = time.monotonic(), []
@@ -235,7 +238,7 @@ def main() -> None:
     if args.json:
         facts = {"hdet": __version__, "torch": torch.__version__, "git_commit": provenance.git_commit()}
         args.json.write_text(json.dumps({**facts, "device": args.device, "runs": runs}) + "\n")
-    for task in args.tasks:
+    for task in args.tasks if not args.kinds else ():
         show(task, [each for each in runs if each["task"] == task])
 
 

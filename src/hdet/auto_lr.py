@@ -258,8 +258,8 @@ class AutoLR(Scheduler, LRScheduler):
         higher is better, turn nothing.
 
         With ``Copies(best=True)`` the decay starts from the best weights so far instead, at a quarter of the learning
-        rate, and takes 0.6 times the steps so far. Those are the weights at hand when this is called, and every rank
-        must pass the same loss.
+        rate, and takes 0.6 times the steps so far; also where validation turns in the final decay itself. Those are the
+        weights at hand when this is called, and every rank must pass the same loss.
 
         Args:
             loss: on validation data; a number, or a tensor with one element. On any rank, or on several: their mean
@@ -288,7 +288,7 @@ class AutoLR(Scheduler, LRScheduler):
 
     def _after_round(self) -> None:
         """Begin the final decay where validation losses have turned."""
-        if self._run.decay_steps and self._schedule.cooling is None:
+        if self._run.decay_steps and (self._schedule.cooling is None or self._run.best is not None):
             share = 1.0 if self._run.best is None else BEST_RATE
             self._schedule.cool(self._run.decay_steps, ended=False, share=share)
             self._hold()

@@ -33,7 +33,7 @@ class Run:
         self.auto = AutoLR(self.optimizer, total_steps=STEPS, model=self.model, copies=copies)
         self.batches = torch.Generator().manual_seed(1)
         self.lrs: list[float] = []
-        self.overfits = 0.01
+        self.overfits, self.turns = 0.01, 60
         self.kept: dict[int, list[Tensor]] = {}
 
     def train(self, num_steps: int) -> None:
@@ -48,7 +48,7 @@ class Run:
             step = self.auto.last_epoch
             if step % 10 == 0:
                 self.kept[step] = self.weights()
-                self.auto.evaluated(1 / (1 + step / 20) + self.overfits * max(step - 60, 0))
+                self.auto.evaluated(1 / (1 + step / 20) + self.overfits * max(step - self.turns, 0))
 
     def weights(self) -> list[Tensor]:
         return [local_tensor(t).detach().clone() for t in (*self.model.parameters(), *self.model.buffers())]
@@ -82,6 +82,22 @@ def test_the_decay_starts_from_them_at_a_quarter_of_the_learning_rate() -> None:
     assert run.lrs[turned : turned + steps] == pytest.approx([first * (1 - k / steps) for k in range(steps)], rel=0.2)
     assert run.auto.total_steps == turned + steps
     assert not any("undone" in event for record in run.auto.history for event in record.events)
+
+
+def test_validation_that_turns_in_the_final_decay() -> None:
+    run = Run()
+    run.turns = 145
+    run.train(140)
+    planned = run.lrs[-1]
+    while not any("from the best weights" in e for record in run.auto.history for e in record.events):
+        run.train(1)
+    turned = run.turned_at()
+    assert turned > 150
+    weights = run.weights()
+    assert _equal(weights, run.kept[run.auto.restore_best()])
+    run.train(STEPS - turned)
+    assert run.auto.total_steps == STEPS
+    assert run.lrs[turned] == pytest.approx(planned * (STEPS - turned) / (0.3 * STEPS) / 4, rel=0.2)
 
 
 def test_nothing_changes_where_validation_still_falls() -> None:

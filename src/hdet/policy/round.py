@@ -295,10 +295,10 @@ class RoundPolicy:
         """Take in a validation loss; how long a final decay should be that begins now, before its time."""
         turned = not math.isnan(seen.evaluation) and self.evaluations.add(seen.step, seen.evaluation)
         steps = max(math.ceil((BEST_SHARE if self.keeps_best else DECAY_SHARE) * seen.step), 1)
-        if self.keeps_best:
-            steps = int(min(steps, seen.left))
-        early = seen.step <= self.acting[1] and (steps < seen.left or self.keeps_best)
-        return steps if turned and early and not (seen.last or self.frozen or self.searching) else 0
+        in_time = self.keeps_best or (seen.step <= self.acting[1] and steps < seen.left)
+        if not turned or not in_time or seen.last or self.frozen or self.searching:
+            return 0
+        return int(min(steps, seen.left))
 
     def _phase(self, step: int, *, acting: bool) -> str:
         if self.level is not None and not self.level.done:
