@@ -436,10 +436,16 @@ def bias(bench: Bench) -> list[Row]:
             step: int, engine: StackedModels, losses: Any, rho: Sequence[Any],
             batch: int = batch, seen: dict[int, list[tuple[float, ...]]] = seen,
         ) -> None:  # fmt: skip
-            drawn = torch.cat(
-                [task.rows(2 * 10**6 + 1000 * step + k) for k in range(math.ceil(n * batch / task.batch_rows))]
-            )
-            own = _losses(task, engine, drawn[: n * batch].view(1, n, batch).expand(len(bench.seeds), n, batch))
+            fresh = [
+                torch.cat(
+                    [
+                        task.rows(2 * 10**6 + 1000 * step + k, seed=seed)
+                        for k in range(math.ceil(n * batch / task.batch_rows))
+                    ]
+                )
+                for seed in bench.seeds
+            ]
+            own = _losses(task, engine, torch.stack([rows[: n * batch] for rows in fresh]).view(-1, n, batch))
             same = _losses(task, engine, probe.view(1, 1, -1).expand(len(bench.seeds), n, len(probe)))
             kept = engine.weights.clone()
             engine.weights.copy_(engine.mean().unsqueeze(1).expand_as(kept))
