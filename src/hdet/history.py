@@ -144,15 +144,15 @@ class RoundRecord:
             learned: knobs that are learned to first order, by name.
             measured: the other attributes of a record.
         """
-        groups = list(knob_of_group)
+        groups, scales = list(knob_of_group), steering.effective
         return cls(
             index=verdict.index,
             values=tuple(
                 tuple((value * verdict.scales[k] * verdict.multipliers[k]).tolist())
                 for value, k in zip(schedule, groups, strict=True)
             ),
-            base_values=tuple((schedule * steering.effective[groups]).tolist()),
-            scales=tuple(steering.effective[: steering.num_lrs].tolist()),
+            base_values=tuple((schedule * scales[groups]).tolist()),
+            scales=tuple(scales[: steering.num_lrs].tolist()),
             control=dict(verdict.control),
             unhealthy=tuple(np.flatnonzero(~verdict.finite).tolist()),
             quarantined=tuple(np.flatnonzero(verdict.quarantined).tolist()),
@@ -160,7 +160,7 @@ class RoundRecord:
             held=verdict.held,
             phase=verdict.phase,
             events=verdict.events,
-            knobs={**_knob_records(verdict, steering.positions(), knobs), **learned},
+            knobs={**(_knob_records(verdict, steering.positions(), knobs) if knobs else {}), **learned},
             **measured,
         )
 

@@ -28,7 +28,7 @@ from hdet.policy.timing import default_interval, hold_start, keep_start
 from hdet.replicas.group import Replicas, find_replicas
 from hdet.replicas.sharding import is_flat, sharding
 from hdet.replication import Equal
-from hdet.run import LearningRates, Run, Undo
+from hdet.run import LearningRates, Run
 from hdet.schedule import DECAY_SHARE
 from hdet.signals.base import Signal
 from hdet.signals.decay import DecayLearner
@@ -37,7 +37,7 @@ from hdet.signals.held_out import HeldOutGradient, Probe
 from hdet.signals.update_size import UpdateSize
 from hdet.weights.anchor import Anchor, stride_of
 from hdet.weights.averaged import Weights, check_parameters, shape_digest, trained_parameters
-from hdet.weights.snapshot import Best, Snapshot, host_if_large
+from hdet.weights.snapshot import Best, Snapshot, Undo, host_if_large
 
 Gradients = Literal["shared", "local"]
 SignalName = Literal["loss", "gradient"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class Equal:
         shared_gradients: whether their optimizers see the same gradients.
         index: of this replica among those that differ.
         is_set_aside: whether a block of :meth:`set_aside` runs.
+        knob_values: of each knob beside the learning rates, its value at a position.
         finished: whether training has ended, and every knob is at its base value.
     """
 
@@ -43,6 +45,7 @@ class Equal:
     shared_gradients = True
     index = 0
     is_set_aside = False
+    knob_values: Mapping[str, Callable[[float], float]] = MappingProxyType({})
 
     def __init__(self, optimizer: Optimizer, weights: Weights) -> None:
         self.optimizer = optimizer
@@ -53,7 +56,7 @@ class Equal:
     # -- a round ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """An optimizer step is about to be taken, perhaps the first."""
+        """An optimizer step is about to be taken, perhaps the first. Called where replicas differ."""
 
     def end_round(self, step: int, verdict: Verdict, *, last: bool) -> tuple[float, str]:
         """The round was healthy. Returns the largest distance of a replica from the mean, and which mean was taken."""
@@ -66,7 +69,7 @@ class Equal:
         """The round was undone: all replicas are at the last healthy weights."""
 
     def next_round(self, multipliers: Sequence[float]) -> None:
-        """To the places of the next round, by the multiplier of each param group."""
+        """To the places of the next round, by the multiplier of each param group. Called where replicas differ."""
 
     def end(self) -> None:
         """Training ends here."""
@@ -104,14 +107,9 @@ class Equal:
         return nullcontext()
 
     def refuse_inside(self, call: str) -> None:
-        """Raise in a block of :meth:`set_aside`, whose weights are not those that train."""
+        """Raise: in a block of :meth:`set_aside`, weights are not those that train."""
 
     # -- knobs beside the learning rate -------------------------------------------------------------------------
-
-    @property
-    def knob_values(self) -> Mapping[str, Callable[[float], float]]:
-        """Of each knob beside the learning rates, its value at a position."""
-        return {}
 
     def write_knobs(self, *, at_base: bool = False) -> None:
         """Give knobs their values, this replica's or the shared ones."""
@@ -122,9 +120,9 @@ class Equal:
 
     # -- what replicas compare, and what joins ------------------------------------------------------------------
 
-    def digest(self) -> int:
-        """Of what would be averaged: a number that differs where the shapes do."""
-        return self.weights.digest()
+    def digest(self, shapes: int) -> int:
+        """Of what else would be averaged, beside weights of these ``shapes``. Asked for where replicas differ."""
+        return shapes
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         """Parameters that join in mid-run train along from where they are."""

@@ -31,15 +31,15 @@ from hdet.policy.rollback import NO_ROLLBACK
 from hdet.policy.round import RoundPolicy, Seen
 from hdet.policy.steering import Steering
 from hdet.replicas.fork import Checksum, Fork, WeightsSum, described
-from hdet.replicas.group import Replicas, Report, Reports, exchange
+from hdet.replicas.group import Replicas, Report, Reports
 from hdet.replication import Equal
-from hdet.signals.base import Reading, Signal, merged
+from hdet.signals.base import Reading, Signal
 from hdet.signals.gradient import drop_nonfinite
 from hdet.signals.loss import Loss, LossMeter
 from hdet.signals.update_size import UpdateSize
 from hdet.weights.anchor import Anchor, stride_of, tensors_of
 from hdet.weights.averaged import Weights
-from hdet.weights.snapshot import Best, Snapshot
+from hdet.weights.snapshot import Best, Undo
 
 SLOW_S, NUM_SLOW = 1.0, 3
 """A converge shorter than this is not worth a warning; and how many slow ones in a row are."""
@@ -94,6 +94,8 @@ class Run:
         self.signals = tuple(signals)
         self.observers = tuple(s for s in signals if type(s).observe is not Signal.observe)
         """Signals that want to see losses one by one."""
+        self.measuring = tuple(s for s in signals if type(s).measure is not Signal.measure)
+        """Signals that measure when a round ends."""
         self.lrs = lrs
         self.anchor = anchor
         self.undo = undo
@@ -132,7 +134,8 @@ class Run:
     def update(self) -> None:
         """The steering has moved: write what follows from it."""
         self.lrs.update()
-        self.replication.write_knobs()
+        if self.replication.knob_values:
+            self.replication.write_knobs()
 
     def add_groups(self) -> None:
         """Take up param groups that were added to the optimizer: they train along from here."""
@@ -177,7 +180,8 @@ class Run:
             self.anchor.renew(self.weights.anchored())
         if self.undo is not None:
             self.undo.before_first_step()
-        self.replication.begin()
+        if self.replication.differs:
+            self.replication.begin()
 
     def _refuse_capture(self) -> None:
         """Raise where what this does before a step would be part of a CUDA graph, and be repeated with every replay."""
@@ -219,7 +223,8 @@ class Run:
             last: whether training ends here, so that the round ends too, full or not.
             left: steps of the run that are left.
         """
-        self.replication.refuse_inside("step()")
+        if self.replication.is_set_aside:
+            self.replication.refuse_inside("step()")
         if not self.active or not self.policy.is_due(step, last=last):
             if last:
                 self.replication.end()
@@ -250,7 +255,7 @@ class Run:
                 assert self.anchor is not None
                 self.anchor.renew(self.weights.anchored())
                 self.anchor.differ_from = None
-            if not last:
+            if not last and self.replication.differs:
                 self.replication.next_round(self.lrs.multipliers())
             self.history.say(verdict, stacklevel=4)
             if last:
@@ -342,19 +347,19 @@ class Run:
 
         ``acting``: whether a controller is going to act on it. ``asked``: whether it is in the middle of a round.
         """
-        for signal in self.signals if acting else ():
+        for signal in self.measuring if acting else ():
             signal.measure(self.replication.training_at_base())
-        self.weights.refuse_join(step)
         if self.forks is not None:
             self.forks.sums.start()  # before anything waits for the device
         total, weight = self.losses.meter.drain()
         if self.freeze_file is not None and not self.policy.frozen:
             self.asked_to_freeze = self.asked_to_freeze or os.path.exists(self.freeze_file)
-        shapes, finite, state = self.replication.digest(), self.weights.is_healthy(), self.policy.digest()
+        (shapes, finite), state = self.weights.inspect(step), self.policy.digest()
+        if self.replication.differs:
+            shapes = self.replication.digest(shapes)
         checksum = Checksum() if self.forks is None else self.forks.sums.read()
         updates, told = self.losses.num_updates, (self.asked_to_freeze, *self.evaluation.drain())
-        reports = exchange(
-            self.replicas,
+        reports = self.replicas.exchange(
             Report(step, total, weight, finite, shapes, state, updates, asked, *told, *checksum),
             losses_required=acting and any(signal.needs_losses for signal in self.signals),
             updates_alike=self.losses.updates_alike,
@@ -408,7 +413,8 @@ class Run:
 
     def finish(self, step: int) -> None:
         """End the training: average the weights, and leave every knob at its base value."""
-        self.replication.refuse_inside("finish()")
+        if self.replication.is_set_aside:
+            self.replication.refuse_inside("finish()")
         if self.finished:
             return
         if self.replication.needs_mean(step):
@@ -520,6 +526,19 @@ class Run:
         return states
 
 
+def merged(readings: list[Reading]) -> Reading:
+    """One reading of several signals, of which the first that shows something counts."""
+    losses = next((r for r in readings if r.losses is not None), Reading())
+    slopes = next((r for r in readings if r.slopes is not None), Reading())
+    return losses._replace(
+        slopes=slopes.slopes,
+        total_slope=slopes.total_slope,
+        probed=next((r.probed for r in readings if r.probed is not None), None),
+        sizes=next((r.sizes for r in readings if r.sizes is not None), None),
+        learned={name: record for r in readings for name, record in r.learned.items()},
+    )
+
+
 def adopted(state: Mapping[str, Any], *, round_index: int, scale: float = 1.0) -> dict[str, Any]:
     """The state of a run that was trained without hdet so far, nothing known yet.
 
@@ -595,17 +614,14 @@ class LearningRates:
 
     def update(self) -> None:
         """The steering has moved."""
-        by_knob = (self.steering.effective * self.steering.multipliers[:, self.index]).tolist()
+        scales = self.steering.effective
+        by_knob = (scales * self.steering.multipliers[:, self.index]).tolist()
         if not self.acts:
             by_knob = [1.0] * len(by_knob)
         self.factors: list[float] = [by_knob[knob] for knob in self.knob_of_group]
         """What the schedule's value of each param group is multiplied by."""
-
-    @property
-    def base_factors(self) -> list[float]:
-        """What the schedule's value of each param group is multiplied by at the shared centre."""
-        scales: list[float] = self.steering.effective[self.knob_of_group].tolist()
-        return scales
+        self.base_factors: list[float] = scales[self.knob_of_group].tolist()
+        """The same at the shared centre."""
 
     def multipliers(self) -> list[float]:
         """This replica's multiplier of each param group."""
@@ -706,66 +722,6 @@ class RoundLosses:
             total, weight = (rows[:2, self.replicas.index] / self.replicas.num_parts).tolist()
             self.meter.reset(total, weight)
             self.num_updates = int(rows[2, self.replicas.index])
-
-
-class Undo:
-    """Where a round that is undone goes back to: the last healthy weights and optimizer state.
-
-    Args:
-        weights: and
-        optimizer: what is copied.
-        snapshot: where the copies live.
-        every: keep every so many rounds only: a copy of a large model to the host takes time.
-    """
-
-    def __init__(self, weights: Weights, optimizer: Optimizer, snapshot: Snapshot, *, every: int = 1) -> None:
-        self.weights = weights
-        self.optimizer = optimizer
-        self.snapshot = snapshot
-        self.every = every
-        self._num_rounds = 0
-        self._loaded: dict[int, Tensor] | None = None
-        self._told_of_steps = False
-        self.restoring = False
-        """Whether it is on its way back, or was interrupted there."""
-
-    def before_first_step(self) -> None:
-        """Keep what training starts from; after a resume, the centre that was loaded."""
-        if not self.snapshot.taken:
-            self.snapshot.take(self._loaded or self.weights.kept(), self.optimizer)
-            self._loaded = None
-        self.snapshot.settle()
-
-    def before_step(self) -> None:
-        """Copies that are on their way are waited for. One that is replayed from a CUDA graph is not told of."""
-        self._told_of_steps = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-        self.snapshot.settle()
-
-    def keep(self) -> None:
-        """Go back to the present from now on. Its copy may be made beside steps that this is told of."""
-        self._num_rounds += 1
-        if self._num_rounds % self.every:
-            return
-        self.snapshot.take(self.weights.kept(), self.optimizer, beside=self._told_of_steps)
-        self._told_of_steps = False
-
-    def restore(self) -> None:
-        """Go back."""
-        self.restoring = True
-        self.snapshot.restore(self.weights.kept(), self.optimizer)
-        self.restoring = False
-
-    def add(self) -> None:
-        """Parameters that join in mid-run go back to where they are now."""
-        tensors = self.weights.kept()
-        self.snapshot.add(tensors)
-        if self._loaded is not None:
-            self._loaded |= {key: t.clone() for key, t in tensors.items() if key not in self._loaded}
-
-    def restart(self, centre: Mapping[int, Tensor] | None) -> None:
-        """After a resume; ``centre``: the weights to go back to, where they are not those at hand."""
-        self.snapshot.forget()
-        self._loaded = None if centre is None else {key: t.clone() for key, t in centre.items()}
 
 
 class Forks:

@@ -15,7 +15,8 @@ from hdet.checks import FloatArray
 from hdet.ensemble.signals import LossSignal, ProbeSignal
 from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
-from hdet.signals.base import Reading, Signal, merged
+from hdet.run import merged
+from hdet.signals.base import Reading, Signal
 from hdet.signals.gradient import GradientSignal
 from hdet.signals.held_out import HeldOutGradient
 from hdet.signals.update_size import UpdateSize

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hdet.replicas.group import Replicas
-from hdet.run import Undo
 from hdet.weights.averaged import Weights
-from hdet.weights.snapshot import Snapshot
+from hdet.weights.snapshot import Snapshot, Undo
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -51,19 +51,16 @@ class Smoothed(NamedTuple):
             slope,
         )
 
-    @property
-    def mean(self) -> FloatArray:
-        return self.slope / np.maximum(self.weight, 1e-300)
+    def estimate(self, smoothing: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """The mean, its standard error, and their ratio.
 
-    def standard_error(self, smoothing: float) -> FloatArray:
-        """Independent rounds with weights (1-s) s^k: their weighted mean has (1-s)/(1+s) of one round's variance."""
-        found: FloatArray = np.sqrt(self.variance / np.maximum(self.weight, 1e-300) * (1 - smoothing) / (1 + smoothing))
-        return found
-
-    def z(self, smoothing: float) -> FloatArray:
-        """The mean in standard errors."""
+        Independent rounds with weights (1-s) s^k: their weighted mean has (1-s)/(1+s) of one round's variance.
+        """
+        weight = np.maximum(self.weight, 1e-300)
+        mean = self.slope / weight
+        error = np.sqrt(self.variance / weight * (1 - smoothing) / (1 + smoothing))
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            return np.nan_to_num(self.mean / self.standard_error(smoothing), nan=0.0, posinf=1e6, neginf=-1e6)
+            return mean, error, np.nan_to_num(mean / error, nan=0.0, posinf=1e6, neginf=-1e6)
 
     @staticmethod
     def check(variance: FloatArray, weight: FloatArray) -> None:
@@ -129,12 +126,12 @@ class EvidenceController:
     def update(self, state: EvidenceState, evidence: Evidence) -> tuple[EvidenceState, Decision]:
         slope, error = evidence.slopes if evidence.slopes is not None else loss_slopes(evidence)
         found = Smoothed(*state).updated(slope, error, self.smoothing)
-        z = found.z(self.smoothing)
+        mean, standard_error, z = found.estimate(self.smoothing)
         limit = self.up + (self.sprint - self.up) * np.clip((-z - 10) / 50, 0.0, 1.0)
         move = np.clip(self.gain * (self.optimism - z) / 2, -self.down, 0.0 if evidence.in_warmup else limit)
         info = {
-            "slope": tuple(found.mean.tolist()),
-            "standard_error": tuple(found.standard_error(self.smoothing).tolist()),
+            "slope": tuple(mean.tolist()),
+            "standard_error": tuple(standard_error.tolist()),
             "z": tuple(z.tolist()),
         }
         # A round that shows nothing moves nothing, optimism or not.

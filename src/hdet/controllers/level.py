@@ -124,15 +124,16 @@ class LevelController:
         seen = np.isfinite(smoothed.last)
         state = state._replace(slope=smoothed.slope, variance=smoothed.variance, weight=smoothed.weight)
         state = _followed(state, smoothed.last, evidence.losses)
-        z, trails = smoothed.z(SMOOTHING), [_look_back(state, k) for k in range(len(slope))]
-        elasticity = _elasticity(smoothed.mean, evidence)
+        mean, standard_error, z = smoothed.estimate(SMOOTHING)
+        trails = [_look_back(state, k) for k in range(len(slope))]
+        elasticity = _elasticity(mean, evidence)
         late = _elasticity(np.array([trail.slope for trail in trails]), evidence)
         moves = [self._move(z[k], elasticity[k], late[k], trails[k], evidence, k) for k in range(len(slope))]
         # A round that shows nothing moves nothing.
         move = np.where(seen, moves, 0.0)
         info = {
-            "slope": tuple(smoothed.mean.tolist()),
-            "standard_error": tuple(smoothed.standard_error(SMOOTHING).tolist()),
+            "slope": tuple(mean.tolist()),
+            "standard_error": tuple(standard_error.tolist()),
             "z": tuple(z.tolist()),
             "elasticity": tuple(elasticity.tolist()),
             "progress": tuple(trail.progress for trail in trails),

@@ -96,8 +96,7 @@ class Apart(Equal):
     # -- a round ------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        if self.differs:
-            self.outer.begin(self.weights.anchored())
+        self.outer.begin(self.weights.anchored())
 
     def end_round(self, step: int, verdict: Verdict, *, last: bool) -> tuple[float, str]:
         if not self.differs:
@@ -191,13 +190,12 @@ class Apart(Equal):
             yield
 
     def refuse_inside(self, call: str) -> None:
-        if self.is_set_aside:
-            raise RuntimeError(f"{call} must not be called inside `with converged():`; leave the block first")
+        raise RuntimeError(f"{call} must not be called inside `with converged():`; leave the block first")
 
     # -- knobs --------------------------------------------------------------------------------------------------
 
     @property
-    def knob_values(self) -> Mapping[str, Callable[[float], float]]:
+    def knob_values(self) -> Mapping[str, Callable[[float], float]]:  # type: ignore[override]
         return {knob.name: knob.value_at for knob in self.knobs}
 
     def write_knobs(self, *, at_base: bool = False) -> None:
@@ -210,11 +208,10 @@ class Apart(Equal):
 
     # -- what replicas compare, and what joins ------------------------------------------------------------------
 
-    def digest(self) -> int:
-        digest = super().digest()
+    def digest(self, shapes: int) -> int:
         if self.optimizer_state == "average":
-            digest = zlib.crc32(struct.pack("2I", digest, shape_digest(state_tensors(self.optimizer))))
-        return digest
+            return zlib.crc32(struct.pack("2I", shapes, shape_digest(state_tensors(self.optimizer))))
+        return shapes
 
     def add(self, parameters: Sequence[Tensor]) -> None:
         for knob in self.knobs:

@@ -86,6 +86,7 @@ class Verdict:
         go_back: whether it has to be undone.
         finite: which replicas' weights are finite.
         quarantined: which are left out although their weights are finite, because their loss has exploded.
+        healthy: who counts in the mean: finite, and not left out.
         losses: what replicas were compared by; NaN for those that are left out.
         new_anchor: whether the anchor moves to the new centre.
         held: whether base values held still because the rollbacks are spent.
@@ -104,6 +105,7 @@ class Verdict:
     go_back: bool
     finite: BoolArray
     quarantined: BoolArray
+    healthy: BoolArray
     losses: FloatArray
     new_anchor: bool
     held: bool
@@ -118,11 +120,6 @@ class Verdict:
     messages: tuple[str, ...]
     keep: bool
     decay_steps: int = 0
-
-    @property
-    def healthy(self) -> BoolArray:
-        """Who counts in the mean."""
-        return self.finite & ~self.quarantined
 
 
 class RoundPolicy:
@@ -192,29 +189,30 @@ class RoundPolicy:
 
     def is_acting(self, step: int) -> bool:
         """Whether a controller will act on a round that ends here."""
+        return self._may_act(step) and not self._is_held()
+
+    def _may_act(self, step: int) -> bool:
         steering = self.steering
         has_controller = steering.controller is not None or steering.panel.controller is not None
         in_time = self.acting[0] < step <= self.acting[1]
-        return has_controller and in_time and not self._held and not self.searching and not self.frozen
+        return has_controller and in_time and not self.searching and not self.frozen
 
-    @property
-    def _held(self) -> bool:
+    def _is_held(self) -> bool:
         return self.rollback is not None and self.rollback.budget.spent
 
     # -- what ---------------------------------------------------------------------------------------------------
 
     def end_round(self, seen: Seen) -> Verdict:
         """The verdict on the round that ends; the next one begins. Raises where training cannot go on."""
-        steering, held, searching = self.steering, self._held, self.searching
+        steering, held, searching = self.steering, self._is_held(), self.searching
         frozen = self._freeze(seen)
-        acting, num_steps = self.is_acting(seen.step), self.num_steps(seen.step)
+        acting, num_steps = self._may_act(seen.step) and not held, self.num_steps(seen.step)
         given = np.where(np.abs(seen.losses) <= LARGEST_LOSS, seen.losses, np.nan)
         quarantined = self._exploded(np.where(seen.finite, given, np.nan))
         healthy = seen.finite & ~quarantined
         losses = np.where(healthy, given, np.nan)
         compared = losses if seen.compared is None else np.where(healthy, seen.compared, np.nan)
-        index, scales, multipliers = steering.round_index, steering.effective, steering.multipliers
-        positions = tuple(steering.positions(r) for r in range(steering.num_replicas))
+        index, (scales, multipliers, positions) = steering.round_index, steering.standing()
         control: Mapping[str, tuple[float, ...]] = {}
         knobs: tuple[KnobEvidence, ...] = ()
         fallen = False
@@ -269,6 +267,7 @@ class RoundPolicy:
             go_back=go_back,
             finite=seen.finite,
             quarantined=quarantined,
+            healthy=healthy,
             losses=compared,
             new_anchor=fallen or (renewed and not seen.last),
             held=held,

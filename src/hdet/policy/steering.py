@@ -149,8 +149,11 @@ class Steering:
             self.panel_state = self.panel.controller.init(len(self.scales))
 
     def _fan_out(self) -> None:
+        if self.num_replicas == 1 and not len(self.panel):
+            self.multipliers: FloatArray = np.ones((self.num_lrs, 1))
+            return
         if not len(self.panel):
-            self.multipliers: FloatArray = fan_out(
+            self.multipliers = fan_out(
                 self.num_replicas,
                 self.spread,
                 seed=self.seed,
@@ -200,6 +203,10 @@ class Steering:
         """Where the panel's knobs stand on a replica; None for their base."""
         base: FloatArray = np.log(self.scales[self.num_lrs :])
         return base if replica is None else base + self.multipliers[self.num_lrs :, replica] - 1.0
+
+    def standing(self) -> tuple[FloatArray, FloatArray, tuple[FloatArray, ...]]:
+        """Effective scales, multipliers, and where the panel's knobs stand on each replica."""
+        return self.effective, self.multipliers, tuple(self.positions(r) for r in range(self.num_replicas))
 
     def decide(self, losses: FloatArray, slopes: tuple[FloatArray, FloatArray] | None = None, **seen: Any) -> Control:
         """Let the controllers move the scales; returns what they looked at, of the learning rates and of each knob.

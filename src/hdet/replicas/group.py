@@ -151,6 +151,87 @@ class Replicas:
             self._lost = True
             raise RuntimeError(self._who_is_missing(self._step)) from error
 
+    def exchange(
+        self,
+        mine: Report,
+        *,
+        losses_required: bool,
+        updates_alike: bool = False,
+        num_steps: int | None = None,
+        evaluations_alike: bool = False,
+    ) -> Reports:
+        """Everyone's facts; an error on all replicas where they cannot go on together.
+
+        Nothing has been changed when it raises. One small collective.
+        """
+        rows = self.gather([float(fact) for fact in mine], step=mine.step)
+        found = dict(zip(Report._fields, np.moveaxis(rows, 2, 0), strict=True))  # by replica and part
+        # What a replica's parts saw makes up what it saw. All must decide alike, or its shards no longer fit together.
+        totals, weights = found["total"].sum(axis=1), found["weight"].sum(axis=1)
+        steps, states, shapes = found["step"].flatten(), found["state"].flatten(), found["shapes"]
+        if len(set(steps)) > 1:
+            by_replica = [sorted({int(s) for s in parts}) for parts in found["step"]]
+            listing = ", ".join(f"replica {r}: {' and '.join(map(str, all_))}" for r, all_ in enumerate(by_replica))
+            asked = found["asked"].max(axis=1) > 0
+            alone = (
+                f"only replicas {np.flatnonzero(asked).tolist()} are in converge(), converged() or finish(), which must "
+                "be called on every rank after the same step; "
+            )
+            raise RuntimeError(
+                f"replicas must take the same number of steps between converges, but got {listing}; "
+                f"{alone if asked.any() and not asked.all() else ''}"
+                "check for uneven data or steps skipped on some ranks. No weights were averaged"
+            )
+        num_updates = found["num_updates"][:, 0]
+        if updates_alike and len(set(found["num_updates"].flatten())) > 1:
+            listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
+            raise RuntimeError(
+                "replicas that share gradients must take the same optimizer steps, but in the round up to step "
+                f"{mine.step} they took {listing}; never skip optimizer.step() on some ranks alone. Nothing was "
+                "averaged"
+            )
+        # Fewer than the scheduler's is a GradScaler's business. More on some: they have left out scheduler.step().
+        if num_steps is not None and num_updates.min() <= num_steps < num_updates.max():
+            listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
+            raise RuntimeError(
+                f"scheduler.step() must follow every optimizer step on all replicas, but in the {num_steps} steps up "
+                f"to step {mine.step} their optimizers took {listing}; never skip it on some ranks alone. Nothing was "
+                "averaged"
+            )
+        if (shapes != shapes[0]).any():  # parts of one replica may differ, those of two not
+            raise RuntimeError(
+                f"replicas must hold the same parameters, but their shapes differ at step {mine.step} (digest by "
+                f"replica: {[int(s) for s in shapes.flatten()]}); add param groups and freeze parameters on all ranks alike"
+            )
+        if len(set(states)) > 1:
+            raise RuntimeError(
+                f"replicas must continue from the same scheduler state, but at step {mine.step} theirs differ (digest "
+                f"by replica: {[int(d) for d in states]}); load the same state_dict on every rank"
+            )
+        if losses_required and not weights.all():
+            raise RuntimeError(
+                f"the controller needs a loss from every replica in every round, but replicas "
+                f"{np.flatnonzero(weights == 0).tolist()} gave none up to step {mine.step}; "
+                "call step(loss), or observe(loss) before a bare step()"
+            )
+        given = [found[name].flatten() for name in ("num_evaluations", "evaluation")]
+        if evaluations_alike and any(
+            not np.array_equal(each, np.full_like(each, each[0]), equal_nan=True) for each in given
+        ):
+            raise RuntimeError(
+                "with Copies(best=True) every rank must pass the same validation loss to evaluated(), after the same "
+                f"step, but in the round up to step {mine.step} ranks passed {[int(n) for n in given[0]]} losses, with "
+                f"the sums {given[1].tolist()}; reduce the loss over ranks first (in Lightning, self.log(..., "
+                "sync_dist=True))"
+            )
+        with np.errstate(invalid="ignore", divide="ignore"):
+            losses = totals / weights
+        num_evaluations = float(found["num_evaluations"].sum())
+        evaluation = float(found["evaluation"].sum()) / num_evaluations if num_evaluations else math.nan
+        frozen, finite = bool(found["frozen"].any()), found["finite"].min(axis=1) > 0
+        checksums = np.stack([found[name].flatten() for name in ("whole", "part", "place")], axis=1)
+        return Reports(totals, weights, losses, finite, num_updates, frozen, evaluation, checksums)
+
     @contextlib.contextmanager
     def telling_others(self, step: int) -> Iterator[None]:
         """Around all that replicas do together: what one of them raises there is told to those it leaves waiting."""
@@ -389,82 +470,3 @@ class Reports(NamedTuple):
     frozen: bool
     evaluation: float
     checksums: FloatArray
-
-
-def exchange(
-    replicas: Replicas,
-    mine: Report,
-    *,
-    losses_required: bool,
-    updates_alike: bool = False,
-    num_steps: int | None = None,
-    evaluations_alike: bool = False,
-) -> Reports:
-    """Everyone's facts; an error on all replicas where they cannot go on together.
-
-    Nothing has been changed when it raises. One small collective.
-    """
-    rows = replicas.gather([float(fact) for fact in mine], step=mine.step)
-    found = dict(zip(Report._fields, np.moveaxis(rows, 2, 0), strict=True))  # by replica and part
-    # What a replica's parts saw makes up what it saw. All must decide alike, or its shards no longer fit together.
-    totals, weights = found["total"].sum(axis=1), found["weight"].sum(axis=1)
-    steps, states, shapes = found["step"].flatten(), found["state"].flatten(), found["shapes"]
-    if len(set(steps)) > 1:
-        by_replica = [sorted({int(s) for s in parts}) for parts in found["step"]]
-        listing = ", ".join(f"replica {r}: {' and '.join(map(str, all_))}" for r, all_ in enumerate(by_replica))
-        asked = found["asked"].max(axis=1) > 0
-        alone = (
-            f"only replicas {np.flatnonzero(asked).tolist()} are in converge(), converged() or finish(), which must be "
-            "called on every rank after the same step; "
-        )
-        raise RuntimeError(
-            f"replicas must take the same number of steps between converges, but got {listing}; "
-            f"{alone if asked.any() and not asked.all() else ''}"
-            "check for uneven data or steps skipped on some ranks. No weights were averaged"
-        )
-    num_updates = found["num_updates"][:, 0]
-    if updates_alike and len(set(found["num_updates"].flatten())) > 1:
-        listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
-        raise RuntimeError(
-            "replicas that share gradients must take the same optimizer steps, but in the round up to step "
-            f"{mine.step} they took {listing}; never skip optimizer.step() on some ranks alone. Nothing was averaged"
-        )
-    # Fewer than the scheduler's is a GradScaler's business. More on some alone: they have left out scheduler.step().
-    if num_steps is not None and num_updates.min() <= num_steps < num_updates.max():
-        listing = ", ".join(f"replica {r}: {int(n)}" for r, n in enumerate(num_updates))
-        raise RuntimeError(
-            f"scheduler.step() must follow every optimizer step on all replicas, but in the {num_steps} steps up to "
-            f"step {mine.step} their optimizers took {listing}; never skip it on some ranks alone. Nothing was averaged"
-        )
-    if (shapes != shapes[0]).any():  # parts of one replica may differ, those of two not
-        raise RuntimeError(
-            f"replicas must hold the same parameters, but their shapes differ at step {mine.step} (digest by replica: "
-            f"{[int(s) for s in shapes.flatten()]}); add param groups and freeze parameters on all ranks alike"
-        )
-    if len(set(states)) > 1:
-        raise RuntimeError(
-            f"replicas must continue from the same scheduler state, but at step {mine.step} theirs differ (digest by "
-            f"replica: {[int(d) for d in states]}); load the same state_dict on every rank"
-        )
-    if losses_required and not weights.all():
-        raise RuntimeError(
-            f"the controller needs a loss from every replica in every round, but replicas "
-            f"{np.flatnonzero(weights == 0).tolist()} gave none up to step {mine.step}; "
-            "call step(loss), or observe(loss) before a bare step()"
-        )
-    given = [found[name].flatten() for name in ("num_evaluations", "evaluation")]
-    if evaluations_alike and any(
-        not np.array_equal(each, np.full_like(each, each[0]), equal_nan=True) for each in given
-    ):
-        raise RuntimeError(
-            "with Copies(best=True) every rank must pass the same validation loss to evaluated(), after the same step, "
-            f"but in the round up to step {mine.step} ranks passed {[int(n) for n in given[0]]} losses, with the sums "
-            f"{given[1].tolist()}; reduce the loss over ranks first (in Lightning, self.log(..., sync_dist=True))"
-        )
-    with np.errstate(invalid="ignore", divide="ignore"):
-        losses = totals / weights
-    num_evaluations = float(found["num_evaluations"].sum())
-    evaluation = float(found["evaluation"].sum()) / num_evaluations if num_evaluations else math.nan
-    frozen, finite = bool(found["frozen"].any()), found["finite"].min(axis=1) > 0
-    checksums = np.stack([found[name].flatten() for name in ("whole", "part", "place")], axis=1)
-    return Reports(totals, weights, losses, finite, num_updates, frozen, evaluation, checksums)

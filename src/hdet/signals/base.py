@@ -109,16 +109,3 @@ class Signal:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that has been checked."""
-
-
-def merged(readings: list[Reading]) -> Reading:
-    """One reading of several signals, of which the first that shows something counts."""
-    losses = next((r for r in readings if r.losses is not None), Reading())
-    slopes = next((r for r in readings if r.slopes is not None), Reading())
-    return losses._replace(
-        slopes=slopes.slopes,
-        total_slope=slopes.total_slope,
-        probed=next((r.probed for r in readings if r.probed is not None), None),
-        sizes=next((r.sizes for r in readings if r.sizes is not None), None),
-        learned={name: record for r in readings for name, record in r.learned.items()},
-    )

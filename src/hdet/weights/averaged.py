@@ -82,7 +82,7 @@ class Weights:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def refuse_join(self, step: int) -> None:
+    def _refuse_join(self, step: int) -> None:
         """Raise inside DistributedDataParallel's ``join()``: ranks that are done answer other collectives than ours."""
         for module in self.model.modules() if self.model is not None else ():
             if isinstance(module, DistributedDataParallel) and module._join_config.enable:
@@ -125,7 +125,7 @@ class Weights:
         which training cannot undo.
         """
         also = [t for module in self.also for t in (*module.parameters(), *module.buffers())]
-        return self.local() | self._by_key(self.unnamed()) | self._by_key(also)
+        return self._by_key([*self.averaged(), *self.unnamed(), *also])
 
     def whole_model(self) -> list[Tensor]:
         """All that training may change, frozen or not: the same tensors in the same order at any time."""
@@ -139,12 +139,14 @@ class Weights:
             self._unnamed = buffers_beside(self.anchored())
         return self._unnamed or []
 
-    def is_healthy(self) -> bool:
-        return is_healthy(list(self.local().values()))
+    def inspect(self, step: int) -> tuple[int, bool]:
+        """A digest of what would be averaged, and whether this rank's part of it is finite. Waits for the device.
 
-    def digest(self) -> int:
-        """Of whole parameters: the shards of one need not be of equal size."""
-        return shape_digest(self.averaged())
+        The digest is of whole parameters: the shards of one need not be of equal size.
+        """
+        self._refuse_join(step)
+        tensors = self.averaged()
+        return shape_digest(tensors), is_healthy(tensors)
 
     def average(self, healthy: BoolArray, *, step: int, share: float = 1.0) -> float:
         """Eq. 3. Returns the largest distance of a healthy replica from the mean; ``share``: what this one counts."""
@@ -257,7 +259,7 @@ def shape_digest(tensors: Iterable[Tensor]) -> int:
 
 def is_healthy(tensors: Sequence[Tensor]) -> bool:
     """Whether every floating-point value is finite. Waits for the device."""
-    floating = [m for t in tensors if (m := memory_view(t)).is_floating_point() and m.numel()]
+    floating = [t for t in memory_views(tensors) if t.is_floating_point() and t.numel()]
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for t in floating:
         by_kind.setdefault((t.device, t.dtype), []).append(t)
