@@ -14,7 +14,7 @@ import numpy as np
 from hdet.checks import FloatArray, mapping_of, numbers_of
 from hdet.notices import is_first_rank, tell
 from hdet.policy.round import Verdict
-from hdet.policy.steering import KnobEvidence, Steering
+from hdet.policy.steering import KnobEvidence
 
 Numbers = tuple[float, ...]
 
@@ -125,10 +125,11 @@ class RoundRecord:
     def of(
         cls,
         verdict: Verdict,
-        steering: Steering,
         *,
+        scales: FloatArray,
         schedule: FloatArray,
         knob_of_group: Sequence[int],
+        positions: FloatArray,
         knobs: Mapping[str, Callable[[float], float]],
         learned: Mapping[str, KnobRecord],
         **measured: Any,
@@ -137,14 +138,15 @@ class RoundRecord:
 
         Args:
             verdict: on the round.
-            steering: as it stands since.
+            scales: of the learning rates, as they stand since.
             schedule: what the schedule alone gave each param group.
             knob_of_group: which of the steering's learning rates each param group has.
-            knobs: of each knob beside the learning rates, its value at a position.
+            positions: of the knobs beside them, likewise.
+            knobs: of each of these, its value at a position.
             learned: knobs that are learned to first order, by name.
             measured: the other attributes of a record.
         """
-        groups, scales = list(knob_of_group), steering.effective
+        groups = list(knob_of_group)
         return cls(
             index=verdict.index,
             values=tuple(
@@ -152,7 +154,7 @@ class RoundRecord:
                 for value, k in zip(schedule, groups, strict=True)
             ),
             base_values=tuple((schedule * scales[groups]).tolist()),
-            scales=tuple(scales[: steering.num_lrs].tolist()),
+            scales=tuple(scales.tolist()),
             control=dict(verdict.control),
             unhealthy=tuple(np.flatnonzero(~verdict.finite).tolist()),
             quarantined=tuple(np.flatnonzero(verdict.quarantined).tolist()),
@@ -160,7 +162,7 @@ class RoundRecord:
             held=verdict.held,
             phase=verdict.phase,
             events=verdict.events,
-            knobs={**(_knob_records(verdict, steering.positions(), knobs) if knobs else {}), **learned},
+            knobs={**_knob_records(verdict, positions, knobs), **learned},
             **measured,
         )
 

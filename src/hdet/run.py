@@ -225,7 +225,7 @@ class Run:
         """
         if self.replication.is_set_aside:
             self.replication.refuse_inside("step()")
-        if not self.active or not self.policy.is_due(step, last=last):
+        if not self.active:
             if last:
                 self.replication.end()
             return False
@@ -265,9 +265,10 @@ class Run:
                 verdict = replace(verdict, events=(*verdict.events, self.forks.event))
             record = RoundRecord.of(
                 verdict,
-                self.steering,
+                scales=self.lrs.scales,
                 schedule=schedule,
                 knob_of_group=self.lrs.knob_of_group,
+                positions=self.steering.positions() if self.replication.knob_values else np.empty(0),
                 knobs=self.replication.knob_values,
                 learned=reading.learned,
                 step=step,
@@ -620,6 +621,8 @@ class LearningRates:
             by_knob = [1.0] * len(by_knob)
         self.factors: list[float] = [by_knob[knob] for knob in self.knob_of_group]
         """What the schedule's value of each param group is multiplied by."""
+        self.scales: FloatArray = scales[: self.steering.num_lrs]
+        """Of the steering's learning rates."""
         self.base_factors: list[float] = scales[self.knob_of_group].tolist()
         """The same at the shared centre."""
 

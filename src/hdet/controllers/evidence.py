@@ -8,67 +8,7 @@ import numpy as np
 
 from hdet.checks import FloatArray, number, require, shown
 from hdet.controllers.base import Decision, Evidence
-
-LARGEST_SLOPE = 1e70
-"""A larger one, or one with a larger error, is none: their squares have to stay finite."""
-OUTLIER = 3.0
-"""A standard error of so many times the usual one is that of an outlier."""
-
-
-class Smoothed(NamedTuple):
-    """Slopes smoothed over rounds: sums of slopes and of their variances, and the weight that both have gathered.
-
-    Attributes:
-        last: the round's slope as it counts: that of an outlier is damped; NaN where there is none.
-    """
-
-    slope: FloatArray
-    variance: FloatArray
-    weight: FloatArray
-    last: FloatArray = np.zeros(0)
-
-    def updated(self, slope: FloatArray, error: FloatArray, smoothing: float) -> Smoothed:
-        """With one more round, where it has a slope."""
-        seen = (np.abs(slope) <= LARGEST_SLOPE) & ~(error > LARGEST_SLOPE)
-        slope, error = np.where(seen, slope, np.nan), np.where(seen, error, np.nan)
-        keep = np.where(seen, smoothing, 1.0)
-        gain = 1 - keep
-        previous = self.slope / np.maximum(self.weight, 1e-300)
-        # Where one round cannot tell its own error (two replicas, one sample), successive rounds do: their
-        # difference from the smoothed slope, which is the slope itself in the first round.
-        variance = np.where(np.isfinite(error), error, slope - np.where(self.weight > 0, previous, 0.0)) ** 2
-        # A round in which training has almost broken has slopes of any size. It must not hide, by its standard error,
-        # what the rounds after it show.
-        usual = OUTLIER**2 * self.variance / np.maximum(self.weight, 1e-300)
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            is_outlier = np.isfinite(error) & (usual > 0) & (variance > usual)
-            slope = np.where(is_outlier, previous + (slope - previous) * np.sqrt(usual / variance), slope)
-        variance = np.where(is_outlier, usual, variance)
-        return Smoothed(
-            keep * self.slope + gain * np.where(seen, slope, 0.0),
-            keep * self.variance + gain * np.where(seen, variance, 0.0),
-            keep * self.weight + gain,
-            slope,
-        )
-
-    def estimate(self, smoothing: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """The mean, its standard error, and their ratio.
-
-        Independent rounds with weights (1-s) s^k: their weighted mean has (1-s)/(1+s) of one round's variance.
-        """
-        weight = np.maximum(self.weight, 1e-300)
-        mean = self.slope / weight
-        error = np.sqrt(self.variance / weight * (1 - smoothing) / (1 + smoothing))
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            return mean, error, np.nan_to_num(mean / error, nan=0.0, posinf=1e6, neginf=-1e6)
-
-    @staticmethod
-    def check(variance: FloatArray, weight: FloatArray) -> None:
-        """ValueError where a loaded state could not have been made here."""
-        if (variance < 0).any() or (weight < 0).any() or (weight > 1 + 1e-9).any():
-            raise ValueError(
-                f"variance must be >= 0 and weight in [0, 1], but got {variance.tolist()} and {weight.tolist()}"
-            )
+from hdet.controllers.level import Smoothed, loss_slopes
 
 
 class EvidenceState(NamedTuple):
@@ -137,28 +77,3 @@ class EvidenceController:
         # A round that shows nothing moves nothing, optimism or not.
         factors = np.exp(np.where(np.isfinite(found.last), move, 0.0))
         return EvidenceState(found.slope, found.variance, found.weight), Decision(factors, info)
-
-
-def loss_slopes(evidence: Evidence) -> tuple[FloatArray, FloatArray]:
-    """Least squares of L_r on rho_r - 1, for each knob: slope and standard error.
-
-    Replicas without a finite loss are left out. The slope is NaN where the rest do not differ, the error where there
-    are too few of them (fewer than three) to leave a residual.
-    """
-    finite = np.isfinite(evidence.losses)
-    num_knobs = len(evidence.multipliers)
-    slopes, errors = np.full(num_knobs, np.nan), np.full(num_knobs, np.nan)
-    losses = evidence.losses[finite]
-    if len(losses) < 2:
-        return slopes, errors
-    for k, row in enumerate(evidence.multipliers[:, finite]):
-        x = row - row.mean()
-        y = losses - losses.mean()
-        spread = x @ x
-        if spread == 0:
-            continue
-        slopes[k] = x @ y / spread
-        if len(losses) > 2:
-            residual = y - slopes[k] * x
-            errors[k] = np.sqrt(residual @ residual / (len(losses) - 2) / spread)
-    return slopes, errors

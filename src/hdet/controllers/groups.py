@@ -9,7 +9,7 @@ import numpy as np
 
 from hdet.checks import FloatArray
 from hdet.controllers.base import Controller, Decision, Evidence
-from hdet.controllers.evidence import LARGEST_SLOPE
+from hdet.controllers.level import LARGEST_SLOPE
 
 FADE = 0.9
 """Of the slopes, from one round to the next: a mean is over about the last twenty."""

@@ -174,8 +174,8 @@ class Replicas:
             listing = ", ".join(f"replica {r}: {' and '.join(map(str, all_))}" for r, all_ in enumerate(by_replica))
             asked = found["asked"].max(axis=1) > 0
             alone = (
-                f"only replicas {np.flatnonzero(asked).tolist()} are in converge(), converged() or finish(), which must "
-                "be called on every rank after the same step; "
+                f"only replicas {np.flatnonzero(asked).tolist()} are in converge(), converged() or finish(), which "
+                "must be called on every rank after the same step; "
             )
             raise RuntimeError(
                 f"replicas must take the same number of steps between converges, but got {listing}; "
@@ -201,7 +201,8 @@ class Replicas:
         if (shapes != shapes[0]).any():  # parts of one replica may differ, those of two not
             raise RuntimeError(
                 f"replicas must hold the same parameters, but their shapes differ at step {mine.step} (digest by "
-                f"replica: {[int(s) for s in shapes.flatten()]}); add param groups and freeze parameters on all ranks alike"
+                f"replica: {[int(s) for s in shapes.flatten()]}); add param groups and freeze parameters on all ranks "
+                "alike"
             )
         if len(set(states)) > 1:
             raise RuntimeError(

@@ -133,9 +133,9 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [local_tensor(t) for t in tensors]
 
 
-def shardings(tensors: Iterable[Tensor]) -> list[Sharding | None]:
-    """How each of them lies on a mesh."""
-    return [sharding(t) for t in tensors]
+def located(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Sharding | None]]:
+    """That of each, and how the whole lies on a mesh."""
+    return [(local_tensor(t), sharding(t)) for t in tensors]
 
 
 def memory_view(tensor: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ from hdet.replicas.sharding import (
     as_saved,
     expanded_dims,
     local_tensor,
-    local_tensors,
+    located,
     num_parameters,
     on_mesh,
-    shardings,
 )
 from hdet.weights.anchor import tensors_of
 from hdet.weights.averaged import Weights
@@ -279,11 +278,10 @@ def _parts(
     """An optimizer's state with this rank's parts of its tensors, and where each of them was."""
     live = {index: dict(values) for index, values in state.items()}
     keys = [(index, name) for index, values in live.items() for name, v in values.items() if isinstance(v, Tensor)]
-    tensors = [live[index][name] for index, name in keys]
-    homes = map(_Home, [t.device for t in tensors], shardings(tensors))
-    for (index, name), part in zip(keys, local_tensors(tensors), strict=True):
-        live[index][name] = part
-    return live, dict(zip(keys, homes, strict=True))
+    homes, tensors = {}, [live[index][name] for index, name in keys]
+    for (index, name), whole, (part, found) in zip(keys, tensors, located(tensors), strict=True):
+        live[index][name], homes[index, name] = part, _Home(whole.device, found)
+    return live, homes
 
 
 def _write(target: Tensor, kept: Tensor) -> None:
