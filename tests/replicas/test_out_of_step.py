@@ -190,7 +190,7 @@ def _raises(where: str) -> str:
     def loop() -> None:
         run.advance(INTERVAL)
         if rank == 0 and where == "before":
-            rounds.weights.inspect = fail  # type: ignore[method-assign]
+            rounds.weights.inspect = fail  # type: ignore[assignment,method-assign]
         elif rank == 0:
             rounds.weights.average = fail  # type: ignore[method-assign, assignment]
         run.advance(TOTAL_STEPS)
