@@ -103,7 +103,7 @@ def regression(run: Run) -> Run:
         explorer = AutoLR(
             schedule, model=wrapped, total_steps=steps, interval=interval,
             ensemble=Ensemble(spread=0.1, knobs=[knobs.WeightDecay()]),
-            probe=lambda: loss_on(held_x, held_y), adapt=Adapt(start_steps=0),
+            probe=lambda: loss_on(held_x, held_y), adapt=Adapt(_start_steps=0),
         )  # fmt: skip
     for _ in range(steps):
         i = draw()
@@ -178,7 +178,7 @@ def temperature(run: Run) -> Run:
         probe_batch = batch_of(task, 10**6, seed=run["seed"])
         explorer = Explorer(
             wrapped, optimizer, knobs=[knob], interval=interval, total_steps=steps,
-            adapt=Adapt(start_steps=steps // 20),
+            adapt=Adapt(_start_steps=steps // 20),
             probe=(lambda: task.loss(model, probe_batch)) if run["method"] == "explored" else None,
         )  # fmt: skip
     for step in range(steps):
@@ -252,7 +252,7 @@ def images(run: Run) -> Run:
     explorer = Explorer(
         model, optimizer, knobs=explored, interval=interval, gradients="local", total_steps=steps,
         probe=None if naive or not explored else lambda: F.cross_entropy(model(held[0]), held[1]),
-        faults=Faults(rollback=False), averaging=Averaging(optimizer_state="average"),
+        faults=Faults(max_rollbacks=0), averaging=Averaging(optimizer_state="average"),
     )  # fmt: skip
     for _ in range(steps):
         i = draw()

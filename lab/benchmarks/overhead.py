@@ -248,8 +248,8 @@ def measure_large(args: argparse.Namespace, device: str) -> list[dict[str, Any]]
     """Variants beside one plain run, round by round in turns."""
     variants: dict[str, dict[str, Any]] = {
         "everything on (default)": {"copies": Copies()},
-        "act=False": {"act": False},
-        "without rollback": {"faults": Faults(rollback=False)},
+        "act=False": {"adapt": Adapt(act=False)},
+        "without rollback": {"faults": Faults(max_rollbacks=0)},
         "anchor_share=1/256": {"copies": Copies(anchor_share=1 / 256)},
         "all on the device": {"copies": Copies(anchor_share=1, snapshot_device=device)},
     }

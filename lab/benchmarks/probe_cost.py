@@ -39,7 +39,7 @@ class Probed(Trainer):
     def __init__(self, shape: dict[str, int], device: str, given: dict[str, Any]) -> None:
         def wrap(schedule: Any) -> AutoLR:
             options = {**given, "model": self.model, "probe": self.probe} if "probe" in given else given
-            return AutoLR(schedule, interval=PROBE_EVERY, faults=Faults(rollback=False), **options)
+            return AutoLR(schedule, interval=PROBE_EVERY, faults=Faults(max_rollbacks=0), **options)
 
         super().__init__(shape, device, wrap)
         self.unseen = torch.randint(shape["vocabulary"], self.tokens.shape, device=device)

@@ -83,10 +83,10 @@ def measure(shape: dict[str, int], device: str, rounds: int, variants: list[str]
         torch.set_float32_matmul_precision("high")
     wraps: dict[str, Callable[[Any], Any] | None] = {
         "plain": None,
-        "gradient": lambda s: AutoLR(s, interval=INTERVAL, faults=Faults(rollback=False)),
+        "gradient": lambda s: AutoLR(s, interval=INTERVAL, faults=Faults(max_rollbacks=0)),
         "gradient + rollback": lambda s: AutoLR(s, interval=INTERVAL),
-        "gradient, T = 200": lambda s: AutoLR(s, interval=200, faults=Faults(rollback=False)),
-        "loss": lambda s: AutoLR(s, ensemble=Ensemble(spread=0.1), interval=10**6, faults=Faults(rollback=False)),
+        "gradient, T = 200": lambda s: AutoLR(s, interval=200, faults=Faults(max_rollbacks=0)),
+        "loss": lambda s: AutoLR(s, ensemble=Ensemble(spread=0.1), interval=10**6, faults=Faults(max_rollbacks=0)),
     }
     trainers, memory, graphs = {}, {}, {}
     for name in variants:

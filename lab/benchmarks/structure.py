@@ -121,7 +121,8 @@ def main() -> None:
             for (caller, called), number in sorted(count.moves.items()):
                 print(f"    {number:4d} {caller} -> {called}")
     own = len(inspect.signature(AutoLR).parameters)
-    leaves = own - 4 + sum(len(fields(group)) for group in (Adapt, Copies, Faults))
+    public = [field for group in (Adapt, Copies, Faults) for field in fields(group) if field.name[0] != "_"]
+    leaves = own - 4 + len(public)
     print(f"{'settings':16}: {own} parameters of AutoLR; {leaves} settings beside the optimizer")
     lines = {path: len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
     wing = sum(number for path, number in lines.items() if "ensemble" in path.parts)

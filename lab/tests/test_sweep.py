@@ -107,7 +107,7 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
         interval=run.interval,
         adapt=Adapt(
             controller=run.make_controller(),
-            start_steps=int((run.start or 0.0) * STEPS),
+            _start_steps=int((run.start or 0.0) * STEPS),
             hold_share=run.hold,
             level=run.level,
         ),

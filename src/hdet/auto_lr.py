@@ -88,13 +88,10 @@ class AutoLR(Scheduler, LRScheduler):
         weight_decay: ``"learn"`` to find it on the way, from the same probes; a pair for bounds of its own. Default
             from 1e-4 to 10, with a first value of at least 0.1; with SGD from 1e-6 to 1, and at least 0.001. Param
             groups keep their ratios.
-        adapt: how the scale adapts: level, controller, anchor, and when it may move.
+        adapt: how the scale adapts: level, controller, anchor, when it may move, and whether it only watches.
         copies: where copies of the weights live.
         faults: what is done about broken rounds and replicas.
         process_group: the ranks that train this model; default all of them.
-        act: False to only watch: losses and gradients are read, and decided on, and :attr:`history` says what would
-            have been done, but weights, gradients and learning rates stay those of the schedule, or of the optimizer
-            where there is none, to the last bit. Decisions then do not see what they would have led to.
         ensemble: an :class:`hdet.ensemble.Ensemble`, for replicas that differ in their learning rates, in knobs or in
             their gradients. Default: they hold the same weights.
 
@@ -128,12 +125,11 @@ class AutoLR(Scheduler, LRScheduler):
         copies: Copies = Copies(),
         faults: Faults = Faults(),
         process_group: dist.ProcessGroup | None = None,
-        act: bool = True,
         ensemble: HasMembers | None = None,
     ) -> None:
         if ensemble is not None and not hasattr(ensemble, "members"):
             raise TypeError(f"ensemble must be an hdet.ensemble.Ensemble, but got {type(ensemble).__name__}")
-        if isinstance(schedule, Optimizer) and act is False:
+        if isinstance(schedule, Optimizer) and isinstance(adapt, Adapt) and not adapt.act:
             require_total_steps(total_steps)
             schedule = LambdaLR(schedule, _unchanged)
         lr_given = not isinstance(schedule, Optimizer)
@@ -160,7 +156,7 @@ class AutoLR(Scheduler, LRScheduler):
                 optimizer=optimizer, model=model,
                 interval=interval_for(signal, total_steps) if interval is None else interval, total_steps=total_steps,
                 probe=probe, adapt=adapt, copies=copies, faults=faults, process_group=process_group,
-                weight_decay=weight_decay, act=act, members=members,
+                weight_decay=weight_decay, members=members,
             )  # fmt: skip
             refuse_second(optimizer)
             if "lion" in type(optimizer).__name__.lower():

@@ -55,8 +55,6 @@ class Adapt(Options):
         level: whether the run finds its first learning rate from the size of its updates (Eq. 16), while it warms up.
             Default at the start of a run, unless ``controller`` is given; a schedule's peak is then a hint, which is
             followed where it is within a factor of 8. With False learning rates start as they are given.
-        start_steps: steps before base values may move; default a fiftieth of ``total_steps`` where they are known,
-            else 0; none where the level is found.
         hold_share: share of ``total_steps`` at the end in which the scale holds still; default with the gradient signal
             the schedule's final decay where that is a late one, else a fifth, with the loss signal a twentieth.
         shape: what becomes of the schedule's shape. ``"free"``: the scale moves until the final decay, and the learning
@@ -66,8 +64,9 @@ class Adapt(Options):
             CyclicLR, CosineAnnealingWarmRestarts, and any around one of them), else ``"free"``; ``"free"`` where
             ``controller``, ``hold_share`` or ``level=False`` is given.
         bounds: the scale stays inside, relative to where it starts.
-        sample_every: steps between samples of the gradient signal; default every step, at most 64 a round; with more
-            than ten million parameters every eighth step, or as often as four samples a round need.
+        act: False to only watch, in AutoLR: losses and gradients are read, and decided on, and ``history`` says what
+            would have been done, but weights, gradients and learning rates stay those of the schedule, or of the
+            optimizer where there is none, to the last bit. Decisions then do not see what they would have led to.
 
     Example:
         >>> from hdet import Adapt
@@ -79,11 +78,11 @@ class Adapt(Options):
     anchor: AnchorChoice = "start"
     groups: Groups = "together"
     level: bool | None = None
-    start_steps: int | None = None
     hold_share: float | None = None
     shape: Shape | None = None
     bounds: tuple[float, float] = (1e-12, 1e12)
-    sample_every: int | None = None
+    act: bool = True
+    _start_steps: int | None = None  # before base values may move, where that is not told by the run's length
 
     def __post_init__(self) -> None:
         methods = [callable(getattr(self.controller, name, None)) for name in ("init", "update")]
@@ -93,8 +92,6 @@ class Adapt(Options):
         require(anchored, "anchor", '"start", "round" or a number of rounds >= 1', self.anchor)
         require_one_of("groups", self.groups, "together", "each", "auto")
         require(self.level is None or is_flag(self.level), "level", "None, True or False", self.level)
-        fine = self.start_steps is None or as_int(self.start_steps) >= 0
-        require(fine, "start_steps", "an integer >= 0", self.start_steps)
         fine = self.hold_share is None or 0 <= number(self.hold_share) < 1
         require(fine, "hold_share", "in [0, 1)", self.hold_share)
         if self.shape is not None:
@@ -107,8 +104,7 @@ class Adapt(Options):
         pair = self.bounds
         fine = isinstance(pair, (tuple, list)) and len(pair) == 2 and 0 < number(pair[0]) <= 1 <= number(pair[1])
         require(fine, "bounds", "a pair (low, high) with 0 < low <= 1 <= high < inf", pair)
-        fine = self.sample_every is None or as_int(self.sample_every) >= 1
-        require(fine, "sample_every", "an integer >= 1", self.sample_every)
+        require(is_flag(self.act), "act", "True or False", self.act)
 
     def facts(self) -> dict[str, str]:
         return super().facts() | {"controller": type(self.controller).__name__}
@@ -172,11 +168,9 @@ class Faults(Options):
     """What is done about faults; passed as ``faults=``.
 
     Attributes:
-        rollback: whether a broken round is undone; default yes, but not in OneCycleAutoLR.
-            Two copies of the weights and of the optimizer's state.
-        max_rollbacks: how many. Ten healthy rounds give one back. With none left, base values hold still until one is,
-            with a warning. As many in a row are an error.
-        strict_rollbacks: raise when a round breaks and ``max_rollbacks`` are spent, instead of holding the scale still.
+        max_rollbacks: how many broken rounds are undone; default 20, and none in OneCycleAutoLR. Ten healthy rounds
+            give one back. With none left, base values hold still until one is, with a warning. As many in a row are an
+            error. With 0 no round is looked at, which saves two copies of the weights and of the optimizer's state.
         quarantine: leave a replica out of a round's mean and controller, and restart it from the others' mean, when
             its loss is above the replicas' median by more than this many robust standard deviations (1.4826 times the
             median absolute deviation, of this round and of recent ones); None for never. 20 does not fire on healthy
@@ -197,22 +191,19 @@ class Faults(Options):
 
     Example:
         >>> from hdet import Faults
-        >>> Faults(quarantine=20, freeze_file="freeze").max_rollbacks
-        20
+        >>> Faults(quarantine=20, freeze_file="freeze").on_fork
+        'warn'
     """
 
-    rollback: bool | None = None
-    max_rollbacks: int = 20
-    strict_rollbacks: bool = False
+    max_rollbacks: int | None = None
     quarantine: float | None = None
     skip_nonfinite: bool = False
     freeze_file: str | os.PathLike[str] | None = None
     on_fork: OnFork = "warn"
 
     def __post_init__(self) -> None:
-        require(self.rollback is None or is_flag(self.rollback), "rollback", "None, True or False", self.rollback)
-        require(as_int(self.max_rollbacks) >= 0, "max_rollbacks", "an integer >= 0", self.max_rollbacks)
-        require(is_flag(self.strict_rollbacks), "strict_rollbacks", "True or False", self.strict_rollbacks)
+        fine = self.max_rollbacks is None or as_int(self.max_rollbacks) >= 0
+        require(fine, "max_rollbacks", "an integer >= 0", self.max_rollbacks)
         fine = self.quarantine is None or number(self.quarantine) > 1
         require(fine, "quarantine", "None or a finite number > 1", self.quarantine)
         require(is_flag(self.skip_nonfinite), "skip_nonfinite", "True or False", self.skip_nonfinite)

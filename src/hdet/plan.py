@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hdet.checks import as_int, is_flag, number, require
+from hdet.checks import as_int, number, require
 from hdet.controllers import Controller, EvidenceController, LevelController
 from hdet.controllers.groups import GroupController
 from hdet.options import Adapt, AnchorChoice, Copies, Faults, Groups
@@ -43,6 +43,7 @@ Gradients = Literal["shared", "local"]
 SignalName = Literal["loss", "gradient"]
 WeightDecayChoice = Literal["learn"] | tuple[float, float]
 
+MAX_ROLLBACKS = 20
 HOST_COPY_STEPS = 100
 """At least so many steps lie between two copies to the host, which would otherwise cost some hundredths of the time."""
 
@@ -140,7 +141,6 @@ class Plan:
     faults: Faults
     process_group: dist.ProcessGroup | None
     weight_decay: WeightDecayChoice | None = None
-    act: bool = True
     members: Members = field(default_factory=Alike)
 
     def __post_init__(self) -> None:
@@ -151,10 +151,6 @@ class Plan:
             _require_type("process_group", self.process_group, dist.ProcessGroup, "a torch.distributed.ProcessGroup")
         require(as_int(self.interval) >= 1, "interval", "an integer >= 1", self.interval)
         require_total_steps(self.total_steps)
-        require(is_flag(self.act), "act", "True or False", self.act)
-        if not self.act and (self.weight_decay is not None or not isinstance(self.members, Alike)):
-            which = "weight_decay=" if self.weight_decay is not None else "ensemble="
-            raise ValueError(f"{which} must be left out with act=False, which changes nothing of the training")
         if self.probe is not None and not callable(self.probe):
             raise TypeError(f"probe must be a function that returns a loss, but got {type(self.probe).__name__}")
         if self.model is None and (self.probe is not None or self.members.gradients == "local"):
@@ -162,18 +158,21 @@ class Plan:
             raise ValueError(f"{which} needs model=, the one that is trained, wrapped as it is")
         for name, kind in (("adapt", Adapt), ("copies", Copies), ("faults", Faults)):
             _require_type(name, getattr(self, name), kind, f"an hdet.{kind.__name__}")
+        if not self.adapt.act and (self.weight_decay is not None or not isinstance(self.members, Alike)):
+            which = "weight_decay=" if self.weight_decay is not None else "ensemble="
+            raise ValueError(f"{which} must be left out with act=False, which changes nothing of the training")
 
     @property
     def start_steps(self) -> int:
         """Steps before base values may move."""
-        given = self.adapt.start_steps
+        given = self.adapt._start_steps
         return (self.total_steps or 0) // 50 if given is None else given
 
     # -- the replicas -------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, str]:
         """What all ranks must agree on."""
-        own = {name: str(getattr(self, name)) for name in ("interval", "total_steps", "weight_decay", "act")}
+        own = {name: str(getattr(self, name)) for name in ("interval", "total_steps", "weight_decay")}
         facts = own | {"probe": str(self.probe is not None)} | self.members.facts()
         return facts | {
             n: fact for group in (self.adapt, self.copies, self.faults) for n, fact in group.facts().items()
@@ -240,7 +239,7 @@ class Plan:
             anchor: where it is not that of ``adapt``.
             bounds: likewise.
             level: finds the first learning rate.
-            rollback: what holds where ``faults`` does not say.
+            rollback: whether broken rounds are undone where ``faults`` do not say.
         """
         optimizer, adapt, faults, members = self.optimizer, self.adapt, self.faults, self.members
         anchor = anchor or adapt.anchor
@@ -273,26 +272,25 @@ class Plan:
             round_index=step // self.interval,
             panel=members.panel,
         )
-        undoes = (rollback if faults.rollback is None else faults.rollback) and members.undoes and (differs or shows)
+        max_rollbacks = MAX_ROLLBACKS * rollback if faults.max_rollbacks is None else faults.max_rollbacks
+        undoes = max_rollbacks > 0 and members.undoes and (differs or shows)
         policy = RoundPolicy(
             steering,
             interval=self.interval,
             acting=acting,
-            rollback=Rollback(faults.max_rollbacks, strict=faults.strict_rollbacks, interval=self.interval)
-            if undoes
-            else None,
+            rollback=Rollback(max_rollbacks, interval=self.interval) if undoes else None,
             level=level,
             quarantine=faults.quarantine,
             anchored=kept is not None,
             anchor_rounds={"start": None, "round": 1}.get(anchor) if isinstance(anchor, str) else anchor,
             repairable=replicas.holds_all_parameters,
-            acts=self.act,
+            acts=adapt.act,
         )
         on_line = kept is not None and spread > 0
         replication = members.replication(self, weights, steering, anchor=kept, on_line=on_line, step=step)
         lrs = LearningRates(
             optimizer, steering, index=replication.index, knob_of_group=knob_of_group, one_scale=together,
-            acts=self.act,
+            acts=adapt.act,
         )  # fmt: skip
         replication.write_knobs()
         return Run(
@@ -302,12 +300,12 @@ class Plan:
             signals,
             lrs,
             anchor=kept,
-            undo=self._make_undo(weights) if undoes and self.act else None,
+            undo=self._make_undo(weights) if undoes and adapt.act else None,
             slow_share=members.slow_share,
             step=step,
-            skip_nonfinite=faults.skip_nonfinite and self.act,
+            skip_nonfinite=faults.skip_nonfinite and adapt.act,
             freeze_file=faults.freeze_file,
-            on_fork=faults.on_fork if self.act else "warn",
+            on_fork=faults.on_fork if adapt.act else "warn",
             best=Best(weights) if self.copies.best else None,
         )
 
@@ -324,7 +322,7 @@ class Plan:
         if signal != "gradient":
             return self.members.signals(self, weights, signal)
         assert anchor is not None
-        every = self.adapt.sample_every or default_sample_every(self.optimizer, self.interval)
+        every = default_sample_every(self.optimizer, self.interval)
         num_ranks = weights.replicas.count * weights.replicas.num_parts
         if self.probe is None or len(self.members.panel):
             gradient = GradientSignal(
@@ -450,7 +448,7 @@ def auto_settings(
     if adapt.groups == "auto" and signal != "gradient":
         raise ValueError('groups="auto" needs the gradient signal: leave out the spread, or pass groups="each"')
     level = _level(plan, step=step, shape=shape, lr_given=lr_given, first_lr=first_lr)
-    start = 0 if level is not None and adapt.start_steps is None else plan.start_steps
+    start = 0 if level is not None and adapt._start_steps is None else plan.start_steps
     told = adapt.level is False or adapt.controller is not None or adapt.hold_share is not None
     kept = signal == "gradient" and not told and has_steps
     if adapt.shape == "keep" or (adapt.shape is None and kept):

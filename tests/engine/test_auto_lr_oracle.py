@@ -193,12 +193,12 @@ def train(s: AnchorScenario) -> Trace:
             controller=controller,
             anchor="start" if s.anchor_rounds is None else s.anchor_rounds,
             groups="together" if s.together else "each",
-            start_steps=s.start_steps,
+            _start_steps=s.start_steps,
             hold_share=s.hold_share,
             bounds=s.scale_bounds,
         ),
         # The loss of one step may jump, and of a run that starts too high, and the oracle has no guard.
-        faults=Faults(rollback=s.interval > 1 and s.controller == "evidence" and not s.level),
+        faults=Faults(max_rollbacks=20 * (s.interval > 1 and s.controller == "evidence" and not s.level)),
         ensemble=Ensemble(spread=s.spread, seed=s.seed) if s.signal == "loss" else None,
     )
     return training.run(scheduler, s.total_steps)
@@ -226,12 +226,12 @@ def train_twins(optimizer: str, max_lr: tuple[float, ...], cycle_momentum: bool 
         adapt=Adapt(
             anchor="round",
             controller=PaperController(temperature=0.05),
-            start_steps=warmup,
+            _start_steps=warmup,
             hold_share=0.0,
             groups="each",
             bounds=(1e-4, 1e4),
         ),
-        faults=Faults(rollback=False),
+        faults=Faults(max_rollbacks=0),
         interval=interval,
         ensemble=Ensemble(spread=spread, seed=3),
     )

@@ -253,7 +253,7 @@ def _refused() -> list[str]:
     paper = Ensemble(gradients="local", averaging=Averaging(outer="elastic"))
     attempt(lambda o: Explorer(model, o, knobs=[knobs.LearningRate()], **elastic))
     attempt(lambda o: Explorer(model, o, knobs=[knobs.LearningRate()], gradients="local", **elastic))
-    attempt(lambda o: Explorer(model, o, gradients="local", faults=Faults(rollback=True), **elastic))
+    attempt(lambda o: Explorer(model, o, gradients="local", faults=Faults(max_rollbacks=20), **elastic))
     attempt(lambda o: AutoLR(ConstantLR(o), total_steps=400, interval=T, model=model, ensemble=apart))
     attempt(lambda o: OneCycleAutoLR(o, max_lr=0.1, total_steps=50, ensemble_lr_spread_ratio=0.1,
                                      model_sync_interval=T, model=model, ensemble=paper))  # fmt: skip

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hdet import Adapt, AutoLR, Ensemble
 from job import launch
 
-STEADY = Adapt(level=False, start_steps=0)
+STEADY = Adapt(level=False, _start_steps=0)
 
 
 def _given(value: float, struck: int, options: dict[str, Any]) -> list[tuple[int, tuple[int, ...]]]:

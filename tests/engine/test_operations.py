@@ -77,7 +77,7 @@ class _Run:
         model = _model()
         self.model: nn.Module = model if face == "local" else DistributedDataParallel(model)
         self.optimizer = optimizer(self.model.parameters(), lr=lr)  # type: ignore[call-arg]
-        common: dict[str, Any] = {"interval": T, "total_steps": steps, "rollback": False, **options}
+        common: dict[str, Any] = {"interval": T, "total_steps": steps, "max_rollbacks": 0, **options}
         self.scheduler: Explorer | AutoLR | OneCycleAutoLR
         if face == "local":
             self.scheduler = Explorer(self.model, self.optimizer, gradients="local", **grouped(**common))
@@ -207,7 +207,7 @@ def test_a_gradient_that_is_not_finite_is_taken_out_of_its_step_on_all_ranks_ali
     for result in launch(_skipping, 2):
         text = result.pop("text")
         assert text.startswith("BrokenError: the weights of all 2 replicas are not finite at the converge of step 8")
-        assert "pass faults=Faults(rollback=True), or faults=Faults(skip_nonfinite=True)" in text
+        assert "pass faults=Faults(max_rollbacks=20), or faults=Faults(skip_nonfinite=True)" in text
         assert all(result.values()), [name for name, ok in result.items() if not ok]
 
 

@@ -107,11 +107,11 @@ def make_scheduler(case: Case, optimizer: Optimizer) -> OneCycleAutoLR | AutoLR:
         adapt=Adapt(
             anchor="round",
             controller=PaperController(case.temperature, velocity="absolute"),
-            start_steps=case.warmup_steps,
+            _start_steps=case.warmup_steps,
             hold_share=0.0,
             groups="each",
         ),
-        faults=Faults(rollback=False),
+        faults=Faults(max_rollbacks=0),
         ensemble=Ensemble(spread=0.4, seed=case.seed),
     )
 

@@ -28,7 +28,7 @@ def _schedule(kind: str, optimizer: torch.optim.Optimizer) -> Any:
             optimizer, 0.1, STEPS, ensemble_lr_spread_ratio=spread, model_sync_interval=2, cycle_momentum=False
         )
     schedule: Any = CosineAnnealingLR(optimizer, STEPS) if kind == "AutoLR" else LambdaLR(optimizer, lambda _: 1.0)
-    return AutoLR(schedule, interval=2, adapt=Adapt(start_steps=0))
+    return AutoLR(schedule, interval=2, adapt=Adapt(_start_steps=0))
 
 
 def fit(kind: str, options: dict[str, Any], accumulate: int = 1, folder: str = "", *, resume: bool = False) -> Any:

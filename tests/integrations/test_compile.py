@@ -51,7 +51,7 @@ def _one_cycle(optimizer: Optimizer) -> OneCycleLR:
 
 
 def _auto(optimizer: Optimizer) -> AutoLR:
-    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(start_steps=0, level=False))
+    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(_start_steps=0, level=False))
 
 
 def _drop_in(optimizer: Optimizer) -> OneCycleAutoLR:

@@ -194,7 +194,7 @@ def _one_cycle(optimizer: Optimizer) -> OneCycleLR:
 
 
 def _auto(optimizer: Optimizer, model: nn.Module) -> AutoLR:
-    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(start_steps=0, level=False))
+    return AutoLR(_one_cycle(optimizer), interval=INTERVAL, adapt=Adapt(_start_steps=0, level=False))
 
 
 def _drop_in(optimizer: Optimizer, model: nn.Module) -> OneCycleAutoLR:
@@ -206,7 +206,7 @@ def _local(optimizer: Optimizer, model: nn.Module) -> AutoLR:
         _one_cycle(optimizer),
         model=model,
         ensemble=Ensemble(spread=0.3, gradients="local"),
-        adapt=Adapt(start_steps=0, level=False),
+        adapt=Adapt(_start_steps=0, level=False),
         interval=INTERVAL,
     )
 
@@ -395,7 +395,7 @@ def test_a_rollback_from_the_host_is_one_from_the_device(captures: str) -> None:
             return AutoLR(
                 _one_cycle(optimizer),
                 interval=INTERVAL,
-                adapt=Adapt(start_steps=0, level=False),
+                adapt=Adapt(_start_steps=0, level=False),
                 copies=Copies(snapshot_device=device),
             )
 
@@ -417,7 +417,7 @@ def test_a_large_model_needs_no_more_than_4_bytes_a_parameter_and_no_waiting() -
     for steered in (False, True):
         optimizer = Adam(model.parameters(), lr=1e-4)
         schedule = _one_cycle(optimizer)
-        auto = AutoLR(schedule, interval=8, adapt=Adapt(start_steps=0)) if steered else None
+        auto = AutoLR(schedule, interval=8, adapt=Adapt(_start_steps=0)) if steered else None
         for step in range(1, 33):
             between = steered and step > 8 and step % 8 != 0
             torch.cuda.set_sync_debug_mode("error" if between else "default")

@@ -95,7 +95,7 @@ def _made_by_the_trainer(folder: str) -> tuple[str, float, list[float]]:
         learning_rate=0.01, per_device_train_batch_size=2, dataloader_pin_memory=False,
     )  # fmt: skip
     trainer = Trainer(model=task.Model(), args=arguments, train_dataset=task.Samples(32))
-    callback = HDETTrainerCallback.attach(trainer, interval=2, adapt=Adapt(start_steps=0, level=False))
+    callback = HDETTrainerCallback.attach(trainer, interval=2, adapt=Adapt(_start_steps=0, level=False))
     trainer.train()
     assert callback.scheduler is not None
     lrs = [record.values[0][0] for record in callback.scheduler.history]

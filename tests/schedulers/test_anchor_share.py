@@ -40,7 +40,7 @@ class _Run:
             model=model,
             interval=INTERVAL,
             ensemble=Ensemble(spread=0.1) if signal == "loss" else None,
-            adapt=Adapt(start_steps=0, level=False),
+            adapt=Adapt(_start_steps=0, level=False),
             copies=Copies(anchor_share=share),
         )
         self.steps = 0

@@ -134,7 +134,7 @@ class Scripted:
 
 def test_the_scale_moves_after_start_steps_and_holds_in_the_last_stretch() -> None:
     optimizer = two_groups()
-    adapt = Adapt(controller=Scripted(1.1), start_steps=10, hold_share=0.2)
+    adapt = Adapt(controller=Scripted(1.1), _start_steps=10, hold_share=0.2)
     auto = AutoLR(CosineAnnealingLR(optimizer, 100), interval=5, adapt=adapt)
     for _ in range(100):
         train_step(optimizer, auto)
@@ -445,7 +445,7 @@ def test_after_max_rollbacks_in_a_row_it_is_an_error() -> None:
 
 def test_without_rollback_broken_weights_are_an_error() -> None:
     optimizer = two_groups()
-    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=AS_GIVEN, interval=2, faults=Faults(rollback=False))
+    auto = AutoLR(CosineAnnealingLR(optimizer, 200), adapt=AS_GIVEN, interval=2, faults=Faults(max_rollbacks=0))
     _break(optimizer, "nan")
     train_step(optimizer, auto)
     with pytest.raises(RuntimeError, match="weights of all 1 replicas are not finite at the converge of step 2"):
@@ -474,7 +474,7 @@ def test_data_that_change_are_accepted_after_some_rollbacks() -> None:
         ({"anchor": "end"}, 'anchor must be "start", "round" or a number of rounds >= 1, but got anchor=\'end\''),
         ({"anchor": 0}, 'anchor must be "start", "round" or a number of rounds >= 1, but got anchor=0'),
         ({"max_rollbacks": -1}, "max_rollbacks must be an integer >= 0, but got max_rollbacks=-1"),
-        ({"start_steps": -1}, "start_steps must be an integer >= 0, but got start_steps=-1"),
+        ({"act": 1}, "act must be True or False, but got act=1"),
         ({"hold_share": 1.0}, "hold_share must be in [0, 1), but got hold_share=1.0"),
         ({"level": 1.0}, "level must be None, True or False, but got level=1.0"),
         ({"seed": -1}, "seed must be an integer >= 0, but got seed=-1"),

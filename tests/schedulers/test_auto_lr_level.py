@@ -223,7 +223,7 @@ def test_a_constructor_that_fails_leaves_learning_rates_as_they_were(
     ("kind", "options"),
     [
         ("adam", {}),
-        ("momentum", {"rollback": False}),
+        ("momentum", {"max_rollbacks": 0}),
         ("sgd", {"total_steps": None}),
         ("adam", {"schedule": lambda o: OneCycleLR(o, 2e-3, TOTAL_STEPS)}),
         ("adam", {"schedule": lambda o: OneCycleLR(o, 30.0, TOTAL_STEPS), "norm": True, "named": True}),

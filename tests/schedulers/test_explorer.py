@@ -930,10 +930,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         _explore(knobs.Epsilon(), total_steps=0),
         "ValueError: total_steps must be an integer >= 1, but got total_steps=0",
     ),
-    "start_steps": (
-        _explore(knobs.Epsilon(), start_steps=-1),
-        "ValueError: start_steps must be an integer >= 0, but got start_steps=-1",
-    ),
     "max_rollbacks": (
         _explore(knobs.Epsilon(), max_rollbacks=-1),
         "ValueError: max_rollbacks must be an integer >= 0, but got max_rollbacks=-1",

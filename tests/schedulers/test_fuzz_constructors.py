@@ -126,7 +126,7 @@ def _auto_lr(s: Setting, schedule: Any = "cosine", **arguments: Any) -> Any:
 
 
 def _acting(controller: Any) -> Adapt:
-    return Adapt(controller=controller, start_steps=0)
+    return Adapt(controller=controller, _start_steps=0)
 
 
 def _record() -> RoundRecord:
@@ -139,7 +139,7 @@ Build = Callable[..., Callable[[], object]]
 FLAG = [True, False]
 UNIT = [0.0, 0.1, 0.9]
 GROUPS: dict[str, list[Any]] = {
-    "adapt": [Adapt(start_steps=0)], "copies": [Copies()], "faults": [Faults()]
+    "adapt": [Adapt(_start_steps=0)], "copies": [Copies()], "faults": [Faults()]
 }  # fmt: skip
 CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
     "AutoLR": (
@@ -252,15 +252,14 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         {
             "controller": [None, EvidenceController(), PaperController()],
             "anchor": ["start", "round", 3], "groups": ["together", "each"], "level": [None, True, False],
-            "start_steps": [None, 0, 5], "hold_share": UNIT,
-            "bounds": [(1e-3, 1e3), (1.0, 1.0)], "sample_every": [None, 1, 5],
+            "hold_share": UNIT, "bounds": [(1e-3, 1e3), (1.0, 1.0)], "act": FLAG,
         },
         "",
     ),
     "Adapt, of Explorer": (
         lambda s, **a: lambda: s.explore(knobs.Epsilon(), adapt=Adapt(**a)),
         {
-            "controller": [None, PaperController()], "anchor": ["start", "round", 2], "start_steps": [None, 0, 3],
+            "controller": [None, PaperController()], "anchor": ["start", "round", 2],
             "bounds": [(1e-3, 1e3)], "level": [None],
         },
         "",
@@ -284,8 +283,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
     "Faults": (
         lambda s, **a: lambda: _auto_lr(s, interval=INTERVAL, faults=Faults(**a))(),
         {
-            "rollback": [None, *FLAG], "max_rollbacks": [0, 20], "strict_rollbacks": FLAG, "quarantine": [None, 20.0],
-            "skip_nonfinite": FLAG,
+            "max_rollbacks": [None, 0, 20], "quarantine": [None, 20.0], "skip_nonfinite": FLAG,
             "on_fork": ["raise", "repair", "warn"],
         },
         "",

@@ -109,7 +109,7 @@ def chain(optimizer: torch.optim.Optimizer) -> Any:
     return ChainedScheduler([ExponentialLR(optimizer, 0.99999), StepLR(optimizer, 7, 0.9999)])
 
 
-STILL = Adapt(level=False, start_steps=0)
+STILL = Adapt(level=False, _start_steps=0)
 MAKERS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
     "alone": auto(),
     "unknown length": auto(total_steps=None),

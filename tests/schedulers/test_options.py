@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "groups of Explorer": (_explorer, {"groups": "each"}, "groups must be left out: Explorer has it in knobs"),
     "level": (_explorer, {"level": False}, "level must be left out: Explorer"),
     "hold_share": (_explorer, {"hold_share": 0.0}, "hold_share must be left out: Explorer adapts to the end"),
-    "sample_every": (_explorer, {"sample_every": 2}, "sample_every must be left out: Explorer compares losses"),
+    "act": (_explorer, {"act": False}, "act must be left out: Explorer has nothing to watch"),
     "spread of the paper": (
         _cycle, {"ensemble": Ensemble(spread=0.2)}, "has it as ensemble_lr_spread_ratio; got spread=0.2"
     ),
@@ -119,16 +119,17 @@ def test_two_runs_may_share_options_and_not_what_an_outer_step_remembers() -> No
     assert {repr(outer) for outer in outers} == {repr(shared)}
 
 
-@pytest.mark.parametrize("rollback", [None, True, False])
-def test_rollback_is_on_unless_told(rollback: bool | None) -> None:
-    assert (_auto(rollback=rollback)._run.policy.rollback is not None) == (rollback is not False)
+@pytest.mark.parametrize("given", [None, 3, 0])
+def test_rollback_is_on_unless_told(given: int | None) -> None:
+    rollback = _auto(max_rollbacks=given)._run.policy.rollback
+    assert (0 if rollback is None else rollback.budget.max_rollbacks) == (20 if given is None else given)
 
 
 def _trained(averaging: dict[str, Any]) -> tuple[list[float], bool]:
     model, optimizer = _model()
     schedule = CosineAnnealingLR(optimizer, 40)
     scheduler = AutoLR(
-        schedule, model=model, interval=4, faults=Faults(rollback=True),
+        schedule, model=model, interval=4, faults=Faults(max_rollbacks=20),
         ensemble=Ensemble(spread=0.1, gradients="local", averaging=Averaging(**averaging)),
     )  # fmt: skip
     for step in range(12):

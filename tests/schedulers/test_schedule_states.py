@@ -65,8 +65,8 @@ def _auto(build: Build, optimizer: Optimizer) -> AutoLR:
         build(optimizer),
         model=_parameters(optimizer),  # else every one would search the process for it
         interval=2,
-        adapt=Adapt(start_steps=0),
-        faults=Faults(rollback=False),  # a resumed run has nothing older than its checkpoint to go back to
+        adapt=Adapt(_start_steps=0),
+        faults=Faults(max_rollbacks=0),  # a resumed run has nothing older than its checkpoint to go back to
     )
 
 
@@ -173,7 +173,7 @@ def _make(kind: str, model: nn.Module, optimizer: Optimizer) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if kind == "AutoLR":
-            return AutoLR(LEAVES["LambdaLR object"](optimizer), interval=2, adapt=Adapt(start_steps=0))
+            return AutoLR(LEAVES["LambdaLR object"](optimizer), interval=2, adapt=Adapt(_start_steps=0))
         if kind == "OneCycleAutoLR":
             return OneCycleAutoLR(optimizer, 0.1, 2000, model_sync_interval=2)
         return Explorer(model, optimizer, knobs=[knobs.LearningRate()], interval=2)

@@ -20,7 +20,7 @@ from schedules import SCHEDULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 
-STILL = Adapt(level=False, start_steps=0)
+STILL = Adapt(level=False, _start_steps=0)
 HOME = str(Path(hdet.__file__).parent)
 
 

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 
 import job
-from hdet import AutoLR, Faults
+from hdet import Adapt, AutoLR, Faults
 from hdet.ensemble import Ensemble
 
 STEPS = 200
+WATCH = Adapt(act=False)
 SCHEDULES: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "one cycle": lambda o: OneCycleLR(o, 3e-3, STEPS),
     "cosine": lambda o: CosineAnnealingLR(o, STEPS),
@@ -52,7 +53,7 @@ class Loop:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-# -- act=False ------------------------------------------------------------------------------------------------------
+# -- Adapt(act=False) -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
@@ -61,7 +62,9 @@ def test_one_that_only_watches_changes_nothing(name: str, optimizer: str) -> Non
     plain, watched = Loop(optimizer), Loop(optimizer)
     schedule = SCHEDULES[name](plain.optimizer)
     plain.train(lambda loss: schedule.step())
-    auto = AutoLR(SCHEDULES[name](watched.optimizer), total_steps=STEPS, act=False, faults=Faults(skip_nonfinite=True))
+    auto = AutoLR(
+        SCHEDULES[name](watched.optimizer), total_steps=STEPS, adapt=WATCH, faults=Faults(skip_nonfinite=True)
+    )
     watched.train(auto.step)
     assert watched.lrs == plain.lrs
     assert all(torch.equal(a, b) for a, b in zip(watched.weights, plain.weights, strict=True))
@@ -72,7 +75,7 @@ def test_one_that_only_watches_changes_nothing(name: str, optimizer: str) -> Non
 def test_without_a_schedule_the_optimizer_keeps_its_learning_rate() -> None:
     plain, watched = Loop(), Loop()
     plain.train(lambda loss: None)
-    auto = AutoLR(watched.optimizer, total_steps=STEPS, act=False)
+    auto = AutoLR(watched.optimizer, total_steps=STEPS, adapt=WATCH)
     watched.train(auto.step)
     assert set(watched.lrs) == {3e-3}
     assert all(torch.equal(a, b) for a, b in zip(watched.weights, plain.weights, strict=True))
@@ -82,7 +85,7 @@ def test_a_broken_run_is_watched_to_its_end() -> None:
     """Where AutoLR would go back, and at last raise."""
     plain, watched = Loop(), Loop()
     plain.train(lambda loss: None, break_at=60)
-    auto = AutoLR(watched.optimizer, total_steps=STEPS, act=False, faults=Faults(max_rollbacks=2))
+    auto = AutoLR(watched.optimizer, total_steps=STEPS, adapt=WATCH, faults=Faults(max_rollbacks=2))
     watched.train(auto.step, break_at=60)
     assert all(not w.isfinite().any() for w in watched.weights)
     events = [event for record in auto.history for event in record.events]
@@ -93,11 +96,11 @@ def test_a_broken_run_is_watched_to_its_end() -> None:
 def test_a_resumed_run_only_watches_too() -> None:
     whole, first, second = Loop(), Loop(), Loop()
     whole.train(lambda loss: None)
-    before = AutoLR(first.optimizer, total_steps=STEPS, act=False)
+    before = AutoLR(first.optimizer, total_steps=STEPS, adapt=WATCH)
     first.train(before.step, 77)
     second.model.load_state_dict(first.model.state_dict())
     second.optimizer.load_state_dict(first.optimizer.state_dict())
-    after = AutoLR(second.optimizer, total_steps=STEPS, act=False)
+    after = AutoLR(second.optimizer, total_steps=STEPS, adapt=WATCH)
     after.load_state_dict(before.state_dict())
     second.batches.set_state(first.batches.get_state())
     second.train(after.step, STEPS - 77)
@@ -107,9 +110,8 @@ def test_a_resumed_run_only_watches_too() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"act": 1}, "act must be True or False, but got"),
-        ({"act": False, "weight_decay": "learn"}, "weight_decay= must be left out with act=False"),
-        ({"act": False, "ensemble": Ensemble()}, "ensemble= must be left out with act=False"),
+        ({"adapt": WATCH, "weight_decay": "learn"}, "weight_decay= must be left out with act=False"),
+        ({"adapt": WATCH, "ensemble": Ensemble()}, "ensemble= must be left out with act=False"),
     ],
 )
 def test_what_does_not_go_with_it(arguments: dict[str, Any], said: str) -> None:
@@ -262,7 +264,7 @@ def test_a_mode_that_is_none() -> None:
 
 def test_it_is_said_of_a_run_that_is_watched() -> None:
     loop = Loop()
-    auto = AutoLR(loop.optimizer, total_steps=STEPS, act=False)
+    auto = AutoLR(loop.optimizer, total_steps=STEPS, adapt=WATCH)
     loop.train(_evaluated(auto, _overfits))
     assert set(loop.lrs) == {3e-3}
     assert any("the final decay would begin here" in event for record in auto.history for event in record.events)

@@ -400,7 +400,7 @@ def test_a_closure_is_sampled_after_it_has_run(by_name: bool) -> None:
         weights = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
         optimizer = torch.optim.SGD([weights], lr=0.01)
         scheduler = AutoLR(
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), interval=2, adapt=Adapt(start_steps=0)
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40), interval=2, adapt=Adapt(_start_steps=0)
         )
 
         def closure(weights: nn.Parameter = weights) -> float:

@@ -26,9 +26,9 @@ STEPS = 16
 SAVED_STEP = 6
 """In the middle of a round of 4."""
 
-GRADIENT: dict[str, Any] = {"interval": 2, "adapt": Adapt(start_steps=0, level=False)}
+GRADIENT: dict[str, Any] = {"interval": 2, "adapt": Adapt(_start_steps=0, level=False)}
 APART: dict[str, Any] = {
-    "ensemble": Ensemble(spread=0.3), "interval": 4, "adapt": Adapt(start_steps=0, level=False)
+    "ensemble": Ensemble(spread=0.3), "interval": 4, "adapt": Adapt(_start_steps=0, level=False)
 }  # fmt: skip
 
 Order = Literal["interleaved", "blocks"]

@@ -8,7 +8,7 @@ from typing import Any
 from hdet import Adapt, Averaging, Copies, Ensemble, Faults
 
 GROUPS: dict[str, Any] = {"adapt": Adapt, "copies": Copies, "faults": Faults, "averaging": Averaging}
-GROUP_OF = {field.name: group for group, kind in GROUPS.items() for field in fields(kind)}
+GROUP_OF = {field.name.lstrip("_"): (group, field.name) for group, kind in GROUPS.items() for field in fields(kind)}
 OF_ENSEMBLE = {field.name for field in fields(Ensemble)}
 
 
@@ -18,7 +18,8 @@ def grouped(**flat: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, value in flat.items():
         if name in GROUP_OF:
-            chosen.setdefault(GROUP_OF[name], {})[name] = value
+            group, field = GROUP_OF[name]
+            chosen.setdefault(group, {})[field] = value
         else:
             arguments[name] = value
     return arguments | {group: GROUPS[group](**options) for group, options in chosen.items()}

@@ -37,7 +37,7 @@ _UNUSED = {
     "level": "Explorer starts every knob from the value it has",
     "hold_share": "Explorer adapts to the end; call finish() where it should stop",
     "shape": "Explorer has no schedule whose shape could be kept",
-    "sample_every": "Explorer compares losses, and samples no gradients",
+    "act": "Explorer has nothing to watch but what its replicas do",
 }
 """Of Adapt, with the reason."""
 

@@ -213,10 +213,10 @@ class Differing:
                 'on the line through an anchor: leave out what spreads, the knobs or the spread, or use outer="mean"; '
                 f"got spread={self.spread!r}, knobs={[type(knob).__name__ for knob in self.knobs]}"
             )
-        if plan.faults.rollback:
+        if plan.faults.max_rollbacks:
             raise ValueError(
-                'outer="elastic" cannot undo a round: there is no one place to go back to; leave rollback out, or use '
-                f'outer="mean"; got rollback={plan.faults.rollback!r}'
+                'outer="elastic" cannot undo a round: there is no one place to go back to; leave max_rollbacks out, or '
+                f'use outer="mean"; got max_rollbacks={plan.faults.max_rollbacks!r}'
             )
         if replicas.parts or not replicas.holds_all_parameters:
             raise ValueError(

@@ -182,13 +182,11 @@ class Rollback:
 
     Args:
         max_rollbacks: how many, before the scale holds still; and in a row, before it is an error.
-        strict: raise where the scale would have to hold still.
         interval: optimizer steps of a round.
     """
 
-    def __init__(self, max_rollbacks: int, *, strict: bool = False, interval: int = LOST_STEPS) -> None:
+    def __init__(self, max_rollbacks: int, *, interval: int = LOST_STEPS) -> None:
         self.budget = Budget(max_rollbacks)
-        self.strict = strict
         self.guard, self.guard_state = Guard(interval=interval), GuardState()
         self.num_rollbacks = 0
         self.cause = ""
@@ -210,10 +208,9 @@ class Rollback:
                 self.cause = f"the loss jumped to {loss:.4g} from {usual[0]:.4g}"
         if fine:
             self.budget.recover()
-        elif self.guard_state.num_strikes > max_rollbacks or (self.strict and self.budget.spent):
-            in_a_row = " in a row" if self.guard_state.num_strikes > max_rollbacks else ""
+        elif self.guard_state.num_strikes > max_rollbacks:
             raise BrokenError(
-                f"training broke again at step {step} after {max_rollbacks} rollbacks{in_a_row}; lower the learning "
+                f"training broke again at step {step} after {max_rollbacks} rollbacks in a row; lower the learning "
                 "rate, look for bad data, or raise max_rollbacks"
             )
         return not fine
@@ -244,7 +241,7 @@ class Rollback:
             + (f", and learning rates are multiplied by {CUT:g}" if is_cut else "")
         )
         messages = (f"{done}. Later ones are in scheduler.history",) if self.num_rollbacks == 1 else ()
-        if not self.budget.spent or self.strict or self._warned:
+        if not self.budget.spent or self._warned:
             return done, messages
         self._warned = True
         return done, (

@@ -355,7 +355,7 @@ class RoundPolicy:
             raise BrokenError(
                 f"the weights of {who} are not finite at the converge of step {step}; "
                 "there is nothing to average: resume from a checkpoint with a lower learning rate, or pass "
-                "faults=Faults(rollback=True), or faults=Faults(skip_nonfinite=True)"
+                "faults=Faults(max_rollbacks=20), or faults=Faults(skip_nonfinite=True)"
             )
 
     def _has_mean(self, healthy: BoolArray) -> bool:

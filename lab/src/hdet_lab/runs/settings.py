@@ -281,7 +281,7 @@ def make_scheduler(
         # What OneCycleAutoLR does, around another schedule.
         adapt = Adapt(controller=PaperController(), anchor="round", groups="each", hold_share=0.0)
         apart = Ensemble(spread=settings.spread, **differs)
-        return AutoLR(plain, ensemble=apart, adapt=adapt, faults=Faults(rollback=False), **common)
+        return AutoLR(plain, ensemble=apart, adapt=adapt, faults=Faults(max_rollbacks=0), **common)
     chosen = optimizer if settings.schedule == "none" and settings.method == "gradient" else plain
     if settings.method == "loss" or settings.knobs:
         common["ensemble"] = Ensemble(spread=settings.spread if settings.method == "loss" else 0.0, **differs)
