@@ -16,7 +16,6 @@ from hdet.found import Found
 from hdet.notices import tell
 from hdet.options import Adapt, Copies, Faults
 from hdet.plan import (
-    Alike,
     HasMembers,
     Members,
     Plan,
@@ -149,7 +148,7 @@ class AutoLR(Scheduler, LRScheduler):
                 )
             check_schedule(schedule)
             optimizer = schedule.optimizer
-            members: Members = Alike() if ensemble is None else ensemble.members()
+            members = Members() if ensemble is None else ensemble.members()
             signal: SignalName = "loss" if members.spread > 0 else "gradient"
             total_steps = length_of(schedule) if total_steps is None else total_steps
             plan = Plan(

@@ -127,10 +127,3 @@ def _has_shape(value: Any, shape: tuple[int | None, ...], low: float, high: floa
         value = value.tolist()
     is_row = isinstance(value, (list, tuple)) and shape[0] in (None, len(value))
     return is_row and all(_has_shape(entry, shape[1:], low, high, finite) for entry in cast("list[Any]", value))
-
-
-def flags_of(value: Any, name: str, size: int) -> Any:
-    """An array of ``size`` booleans."""
-    if not isinstance(value, (list, tuple)) or len(value) != size or not all(is_flag(entry) for entry in value):
-        raise ValueError(f"{name} must be {size} times True or False, but got {shown(value)}")
-    return np.array(value, dtype=bool)

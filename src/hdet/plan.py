@@ -23,7 +23,7 @@ from hdet.options import Adapt, AnchorChoice, Copies, Faults, Groups
 from hdet.policy.level import Level
 from hdet.policy.rollback import Rollback
 from hdet.policy.round import RoundPolicy
-from hdet.policy.steering import NO_PANEL, Panel, Steering
+from hdet.policy.steering import NO_PANEL, Steering
 from hdet.policy.timing import default_interval, hold_start, keep_start
 from hdet.replicas.group import Replicas, find_replicas
 from hdet.replicas.sharding import is_flat, sharding
@@ -48,8 +48,8 @@ HOST_COPY_STEPS = 100
 """At least so many steps lie between two copies to the host, which would otherwise cost some hundredths of the time."""
 
 
-class Members(Protocol):
-    """What a plan knows of its replicas; made by :class:`Alike`, or by ``hdet.ensemble.Ensemble``.
+class Members:
+    """What a plan knows of its replicas: they hold the same weights. Also the base of those that differ.
 
     Attributes:
         spread: alpha of the learning rates' fan-out.
@@ -61,42 +61,6 @@ class Members(Protocol):
         slow_share: of a round, above which a converge is slow.
     """
 
-    spread: float
-    gradients: Gradients
-    seed: int
-    wants_to_differ: bool
-    undoes: bool
-    panel: Panel
-    slow_share: float
-
-    def bind(self, plan: Plan) -> None:
-        """Read what replicas differ in; to be called before anything else."""
-
-    def facts(self) -> dict[str, str]:
-        """What all ranks must agree on."""
-
-    def check(self, plan: Plan, replicas: Replicas, signal: SignalName) -> None:
-        """Raise where what was asked for cannot be had together."""
-
-    def signals(self, plan: Plan, weights: Weights, signal: SignalName) -> list[Signal]:
-        """What compares replicas."""
-
-    def replication(
-        self, plan: Plan, weights: Weights, steering: Steering, *, anchor: Anchor | None, on_line: bool, step: int
-    ) -> Equal:
-        """What becomes of their weights; ``on_line``: rounds start on the line through the anchor (Eq. 11)."""
-
-
-class HasMembers(Protocol):
-    """What ``ensemble=`` of a scheduler takes: an ``hdet.ensemble.Ensemble``."""
-
-    def members(self) -> Members:
-        """What a plan needs to know of it, for one run."""
-
-
-class Alike:
-    """Replicas that hold the same weights."""
-
     spread: float = 0.0
     gradients: Gradients = "shared"
     seed = 0
@@ -106,21 +70,31 @@ class Alike:
     slow_share = 0.1
 
     def bind(self, plan: Plan) -> None:
-        pass
+        """Read what replicas differ in; to be called before anything else."""
 
     def facts(self) -> dict[str, str]:
+        """What all ranks must agree on."""
         return {}
 
     def check(self, plan: Plan, replicas: Replicas, signal: SignalName) -> None:
-        pass
+        """Raise where what was asked for cannot be had together."""
 
     def signals(self, plan: Plan, weights: Weights, signal: SignalName) -> list[Signal]:
+        """What compares replicas."""
         return []
 
     def replication(
         self, plan: Plan, weights: Weights, steering: Steering, *, anchor: Anchor | None, on_line: bool, step: int
     ) -> Equal:
+        """What becomes of their weights; ``on_line``: rounds start on the line through the anchor (Eq. 11)."""
         return Equal(plan.optimizer, weights)
+
+
+class HasMembers(Protocol):
+    """What ``ensemble=`` of a scheduler takes: an ``hdet.ensemble.Ensemble``."""
+
+    def members(self) -> Members:
+        """What a plan needs to know of it, for one run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +115,7 @@ class Plan:
     faults: Faults
     process_group: dist.ProcessGroup | None
     weight_decay: WeightDecayChoice | None = None
-    members: Members = field(default_factory=Alike)
+    members: Members = field(default_factory=Members)
 
     def __post_init__(self) -> None:
         _require_type("optimizer", self.optimizer, Optimizer, "a torch.optim.Optimizer")
@@ -158,7 +132,7 @@ class Plan:
             raise ValueError(f"{which} needs model=, the one that is trained, wrapped as it is")
         for name, kind in (("adapt", Adapt), ("copies", Copies), ("faults", Faults)):
             _require_type(name, getattr(self, name), kind, f"an hdet.{kind.__name__}")
-        if not self.adapt.act and (self.weight_decay is not None or not isinstance(self.members, Alike)):
+        if not self.adapt.act and (self.weight_decay is not None or type(self.members) is not Members):
             which = "weight_decay=" if self.weight_decay is not None else "ensemble="
             raise ValueError(f"{which} must be left out with act=False, which changes nothing of the training")
 

@@ -102,7 +102,7 @@ def test_no_size_does_harm(rows: list[tuple[float, float, float, float, float]],
         assert isinstance(said, str)
         assert 0 < level.scale < math.inf
         assert 0 <= level.share(step) <= 1
-        assert Level.check_state(level.state_dict()) is not None
+        assert Level.from_state(level.state_dict()) is not None
 
 
 @pytest.mark.parametrize(
@@ -229,17 +229,15 @@ def test_it_continues_from_its_state_at_every_step(kind: str, hint: bool) -> Non
     whole = list(trained(level, KINDS[kind], 30))
     at = Level(300, peak=1e-3, hint=hint)
     for step in range(1, 30):
-        state = Level.check_state(json.loads(json.dumps(at.state_dict())))
-        assert state is not None
-        again = Level()
-        again.load_state_dict(state)
+        again = Level.from_state(json.loads(json.dumps(at.state_dict())))
+        assert again is not None
         assert list(trained(again, KINDS[kind], 30, first=step)) == whole[step - 1 :]
         assert again.state_dict() == level.state_dict()
         next(trained(at, KINDS[kind], step, first=step))
 
 
 def test_there_may_be_none() -> None:
-    assert Level.check_state(None) is None
+    assert Level.from_state(None) is None
 
 
 @pytest.mark.parametrize(
@@ -255,8 +253,8 @@ def test_there_may_be_none() -> None:
 )
 def test_a_broken_state_is_refused(change: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Level.check_state({**Level().state_dict(), **change})
+        Level.from_state({**Level().state_dict(), **change})
     with pytest.raises(KeyError, match="largest"):
-        Level.check_state({name: value for name, value in Level().state_dict().items() if name != "largest"})
+        Level.from_state({name: value for name, value in Level().state_dict().items() if name != "largest"})
     with pytest.raises(ValueError, match="level must be a dict, but got"):
-        Level.check_state([])
+        Level.from_state([])

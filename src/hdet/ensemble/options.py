@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from hdet.checks import as_int, number, require, require_one_of, shown
 from hdet.ensemble.averaging import Apart, StatePolicy
@@ -17,12 +20,13 @@ from hdet.ensemble.knobs.knob_set import KnobSet
 from hdet.ensemble.outer import OuterName, OuterStep, outer_step
 from hdet.ensemble.signals import LossSignal, ProbeSignal
 from hdet.options import Options
-from hdet.plan import Gradients, Plan, SignalName
+from hdet.plan import Gradients, Members, Plan, SignalName
 from hdet.policy.steering import NO_PANEL, Panel, Steering
-from hdet.replicas.group import Replicas, refuse_shared_gradients
+from hdet.replicas.group import Replicas
+from hdet.replicas.sharding import mesh_groups
 from hdet.signals.base import Signal
 from hdet.weights.anchor import Anchor
-from hdet.weights.averaged import Weights, refuse_copies
+from hdet.weights.averaged import Weights, identity_of
 
 Assignment = Literal["balanced", "permutation"]
 
@@ -128,8 +132,8 @@ def check_knobs(knobs: object) -> None:
             raise TypeError(f"knobs must be made of hdet.ensemble.knobs, but got {type(knob).__name__}")
 
 
-class Differing:
-    """Replicas that differ, as a plan knows them: see :class:`hdet.replication.Members`.
+class Differing(Members):
+    """Replicas that differ, as a plan knows them.
 
     Args:
         ensemble: how.
@@ -183,9 +187,9 @@ class Differing:
         if replicas.count == 1:
             self._warn_alone()
         elif self.wants_to_differ:
-            refuse_copies(plan.optimizer, plan.model)
+            _refuse_copies(plan.optimizer, plan.model)
             if self.gradients == "local":
-                refuse_shared_gradients(replicas, plan.optimizer)
+                _refuse_shared_gradients(replicas, plan.optimizer)
         if self.outer.leaves_apart:
             self._check_leaving_apart(plan, replicas)
 
@@ -245,3 +249,35 @@ class Differing:
             optimizer_state=self.ensemble.averaging.optimizer_state,
             step=step,
         )
+
+
+def _refuse_copies(optimizer: Optimizer, model: nn.Module | None) -> None:
+    """Raise where an optimizer trains copies or shards of the model's parameters instead of the parameters."""
+    own = {identity_of(p) for p in model.parameters()} if model is not None else set()
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    if own and trained and not any(identity_of(p) in own for p in trained):
+        raise ValueError(
+            f"the optimizer must train parameters of the model that is averaged, but none of its {len(trained)} "
+            "tensors is one: they are copies or shards that a wrapper made (mixed precision, ZeRO), and a mean of "
+            "those need not be a model. Let the optimizer train the model itself, or pass the model that it trains"
+        )
+
+
+def _refuse_shared_gradients(replicas: Replicas, optimizer: Optimizer) -> None:
+    """With local gradients: raise where parameters lie on a mesh over which their gradients are averaged all the same.
+
+    ``set_requires_all_reduce(False)`` of FSDP2 is no way out: it postpones the reduction, and there are no gradients
+    until it has been made up for.
+    """
+    if replicas.group is None:
+        return
+    ranks = set(dist.get_process_group_ranks(replicas.group))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for _, name, part in mesh_groups(p):
+                if ranks.issuperset(dist.get_process_group_ranks(part)):
+                    raise ValueError(
+                        'gradients="local" needs replicas that do not share a mesh, but gradients are averaged over '
+                        f"mesh dimension {name!r} in every step; shard each replica by itself, fully_shard(model, "
+                        'mesh=mesh["shard"]), and pass process_group=mesh.get_group("replicate")'
+                    )

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hdet.auto_lr import AutoLR
 from hdet.history import RoundRecord
-from hdet.plan import Alike, Plan
+from hdet.plan import Members, Plan
 from hdet.scheduler import Scheduler
 
 Make = Callable[[LRScheduler], Scheduler]
@@ -146,7 +146,7 @@ def _check_values(settings: Mapping[str, Any], known: Mapping[str, inspect.Param
     values["interval"] = 1 if values["interval"] is None else values["interval"]
     if settings.get("ensemble") is not None and not hasattr(settings["ensemble"], "members"):
         raise TypeError(f"ensemble must be an hdet.ensemble.Ensemble, but got {type(settings['ensemble']).__name__}")
-    values["members"] = Alike() if settings.get("ensemble") is None else settings["ensemble"].members()
+    values["members"] = Members() if settings.get("ensemble") is None else settings["ensemble"].members()
     Plan(**{field.name: values[field.name] for field in dataclasses.fields(Plan)})
 
 

@@ -10,7 +10,6 @@ Every step trains, and none is taken back.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hdet.checks import flag_of, mapping_of, number, shown, whole_of
@@ -208,12 +207,12 @@ class Level:
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
-    @staticmethod
-    def check_state(state: Any) -> Mapping[str, Any] | None:
-        """A state that can be used, or None: of a run without one; ValueError or KeyError otherwise."""
+    @classmethod
+    def from_state(cls, state: Any) -> Level | None:
+        """A new one out of a state, None out of that of a run without; ValueError or KeyError where it cannot be."""
         if state is None:
             return None
-        found: Mapping[str, Any] = mapping_of(state, "level")
+        found = mapping_of(state, "level")
         for name in ("warm_steps", "num_tries"):
             whole_of(found[name], name)
         for name in ("size", "peak", "given", "scale"):
@@ -224,12 +223,9 @@ class Level:
                 raise ValueError(f"{name} of the level must be a finite number >= 0, but got {shown(found[name])}")
         for name in ("hint", "warms_up", "found", "gave_up", "done"):
             flag_of(found[name], name)
-        return found
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that has been checked."""
-        for name in vars(self):
-            setattr(self, name, state[name])
+        level = cls()
+        vars(level).update({name: found[name] for name in vars(level)})
+        return level
 
 
 def _bounded(value: float) -> float:

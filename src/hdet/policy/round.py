@@ -445,7 +445,7 @@ class RoundPolicy:
                 "the state is of a version of hdet whose runs began with a climb, which this one cannot continue; "
                 "start from its weights with a new scheduler"
             )
-        level = Level.check_state(state["level"])
+        level = Level.from_state(state["level"])
         first = numbers_of(state["first_losses"], "first_losses", None, low=-LARGEST_LOSS, high=LARGEST_LOSS).tolist()
         scheduled, searched = number(state["scheduled"]), whole_of(state["searched"], "searched")
         searching = flag_of(state["searching"], "searching") and level is not None
@@ -462,7 +462,4 @@ class RoundPolicy:
         if self.rollback is not None:
             self.rollback.load_state_dict(state)
         self.first_losses, self._scheduled = first, scheduled
-        self.searching, self.searched = searching, searched
-        self.level = None if level is None else Level()
-        if self.level is not None and level is not None:
-            self.level.load_state_dict(level)
+        self.searching, self.searched, self.level = searching, searched, level

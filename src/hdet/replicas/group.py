@@ -400,26 +400,6 @@ def _refuse_shards_as_replicas(group: dist.ProcessGroup, parameters: Iterable[Te
                 )
 
 
-def refuse_shared_gradients(replicas: Replicas, optimizer: Optimizer) -> None:
-    """With local gradients: raise where parameters lie on a mesh over which their gradients are averaged all the same.
-
-    ``set_requires_all_reduce(False)`` of FSDP2 is no way out: it postpones the reduction, and there are no gradients
-    until it has been made up for.
-    """
-    if replicas.group is None:
-        return
-    ranks = set(dist.get_process_group_ranks(replicas.group))
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            for _, name, part in mesh_groups(p):
-                if ranks.issuperset(dist.get_process_group_ranks(part)):
-                    raise ValueError(
-                        'gradients="local" needs replicas that do not share a mesh, but gradients are averaged over '
-                        f"mesh dimension {name!r} in every step; shard each replica by itself, fully_shard(model, "
-                        'mesh=mesh["shard"]), and pass process_group=mesh.get_group("replicate")'
-                    )
-
-
 class Report(NamedTuple):
     """One replica's facts at the end of a round, or when asked in its middle.
 

@@ -196,7 +196,7 @@ def trained_parameters(optimizer: Optimizer, model: nn.Module | None) -> list[nn
     groups: Iterable[Iterable[nn.Parameter]] = [g["params"] for g in optimizer.param_groups]
     for source in [*groups, *([model.parameters()] if model is not None else [])]:
         for parameter in source:
-            found.setdefault(_identity(parameter), parameter)
+            found.setdefault(identity_of(parameter), parameter)
     return list(found.values())
 
 
@@ -218,19 +218,8 @@ def buffers_beside(parameters: Iterable[Tensor]) -> list[Tensor]:
     return list({id(b): b for root in roots for b in root.buffers()}.values())
 
 
-def refuse_copies(optimizer: Optimizer, model: nn.Module | None) -> None:
-    """Raise where an optimizer trains copies or shards of the model's parameters instead of the parameters."""
-    own = {_identity(p) for p in model.parameters()} if model is not None else set()
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    if own and trained and not any(_identity(p) in own for p in trained):
-        raise ValueError(
-            f"the optimizer must train parameters of the model that is averaged, but none of its {len(trained)} "
-            "tensors is one: they are copies or shards that a wrapper made (mixed precision, ZeRO), and a mean of "
-            "those need not be a model. Let the optimizer train the model itself, or pass the model that it trains"
-        )
-
-
-def _identity(parameter: Tensor) -> int:
+def identity_of(parameter: Tensor) -> int:
+    """The same for what is one parameter."""
     # DistributedDataParallel over tensor parallelism gives the module new parameters, of the same memory, each forward.
     return parameter.data_ptr() if getattr(parameter, "_st_info", None) is not None else id(parameter)
 
