@@ -204,7 +204,7 @@ class Training:
         self.tokens = torch.randint(50257, (args.batch, length + 1), device=device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
         schedule = OneCycleLR(self.optimizer, 1e-4, 10**6, cycle_momentum=False)
-        options = options and {**options, "model": self.model, "interval": args.interval, "adapt": STEADY}
+        options = options and {"adapt": STEADY, **options, "model": self.model, "interval": args.interval}
         self.auto = AutoLR(schedule, **options) if options else None
         self.schedule = schedule
         self.steps = self.steps_without_sync = 0
@@ -248,7 +248,7 @@ def measure_large(args: argparse.Namespace, device: str) -> list[dict[str, Any]]
     """Variants beside one plain run, round by round in turns."""
     variants: dict[str, dict[str, Any]] = {
         "everything on (default)": {"copies": Copies()},
-        "act=False": {"adapt": Adapt(act=False)},
+        "act=False": {"adapt": Adapt(level=False, act=False)},
         "without rollback": {"faults": Faults(max_rollbacks=0)},
         "anchor_share=1/256": {"copies": Copies(anchor_share=1 / 256)},
         "all on the device": {"copies": Copies(anchor_share=1, snapshot_device=device)},
