@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -28,12 +28,10 @@ class Options:
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
         """Raise where an option that ``reasons`` names differs from its default."""
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if field.name in reasons and value is not field.default and value != field.default:
-                raise ValueError(
-                    f"{field.name} must be left out: {reasons[field.name]}; got {field.name}={shown(value)}"
-                )
+        for each in fields(self):  # type: ignore[arg-type]
+            name, value = each.name, getattr(self, each.name)
+            if name in reasons and value is not each.default and value != each.default:
+                raise ValueError(f"{name} must be left out: {reasons[name]}; got {name}={shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Adapt(Options):
     shape: Shape | None = None
     bounds: tuple[float, float] = (1e-12, 1e12)
     act: bool = True
-    _start_steps: int | None = None  # before base values may move, where that is not told by the run's length
+    _start_steps: int | None = field(default=None, repr=False)  # before base values may move; by the run's length
 
     def __post_init__(self) -> None:
         methods = [callable(getattr(self.controller, name, None)) for name in ("init", "update")]
