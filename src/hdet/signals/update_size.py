@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class UpdateSize(Signal):
         if not taken:
             return torch.full((4,), math.nan, dtype=torch.float64, device=device)
         parameters, columns, before = zip(*taken, strict=True)
-        moved = torch._foreach_sub(_kept(parameters, columns), list(before))
+        moved = torch._foreach_sub(list(_kept(parameters, columns)), list(before))
         shares = shares_of(parameters, self.num_ranks)
         kept_shares = [share if c is None else share * c.weight for share, c in zip(shares, columns, strict=True)]
         # One copy to the device for all numbers that the host knows.
@@ -89,8 +89,9 @@ class UpdateSize(Signal):
         self._found = None
 
 
-def _kept(parameters: Sequence[Tensor], columns: Sequence[Columns | None]) -> list[Tensor]:
-    return [t if c is None else c.of(t) for t, c in zip(local_tensors(parameters), columns, strict=True)]
+def _kept(parameters: Sequence[Tensor], columns: Sequence[Columns | None]) -> Iterator[Tensor]:
+    """One after the other: what is kept of a parameter may be a copy."""
+    return (t if c is None else c.of(t) for t, c in zip(local_tensors(parameters), columns, strict=True))
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:
