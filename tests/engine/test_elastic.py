@@ -275,7 +275,7 @@ def test_what_needs_one_place_is_refused() -> None:
     assert "pass gradients=\"local\"; got gradients='shared'" in shared
     assert "leave out what spreads, the knobs or the spread" in spread
     assert "got spread=0.1, knobs=[]" in spread
-    assert "cannot undo a round: there is no one place to go back to; leave rollback out" in rollback
+    assert "cannot undo a round: there is no one place to go back to; leave max_rollbacks out" in rollback
     assert "leave out what spreads" in loss
     assert "leave out what spreads" in cycle
     assert "needs every replica to hold all parameters, but they are sharded: use outer=" in sharded
