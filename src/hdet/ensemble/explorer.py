@@ -122,11 +122,12 @@ class Explorer(Scheduler):
             [knob for knob in knobs if isinstance(knob, Knob)], rate, adapt, is_long=is_long, gradients=gradients,
             averaging=averaging, assignment=assignment, seed=seed,
         )  # fmt: skip
+        if isinstance(adapt, Adapt):
+            adapt.refuse(_UNUSED)
         plan = Plan(
             optimizer=optimizer, model=model, interval=interval, total_steps=total_steps, probe=probe, adapt=adapt,
             copies=copies, faults=faults, process_group=process_group, members=members,
         )  # fmt: skip
-        adapt.refuse(_UNUSED)
         if is_long:
             check_long(plan, knobs)
         refuse_second(optimizer)
