@@ -108,7 +108,7 @@ def make_scheduler(run: Run, optimizer: torch.optim.Optimizer, model: nn.Module)
         adapt=Adapt(
             controller=run.make_controller(),
             _start_steps=int((run.start or 0.0) * STEPS),
-            hold_share=run.hold,
+            _hold_share=run.hold,
             level=run.level,
         ),
         ensemble=None if run.method == "gradient" else Ensemble(spread=run.spread, seed=run.seed),

@@ -53,14 +53,12 @@ class Adapt(Options):
         level: whether the run finds its first learning rate from the size of its updates (Eq. 16), while it warms up.
             Default at the start of a run, unless ``controller`` is given; a schedule's peak is then a hint, which is
             followed where it is within a factor of 8. With False learning rates start as they are given.
-        hold_share: share of ``total_steps`` at the end in which the scale holds still; default with the gradient signal
-            the schedule's final decay where that is a late one, else a fifth, with the loss signal a twentieth.
         shape: what becomes of the schedule's shape. ``"free"``: the scale moves until the final decay, and the learning
             rate goes its own way. ``"keep"``: one factor is found in the first fifth of the run (200 steps where its
             length is unknown); from there on the schedule is followed exactly, unless a round has to be undone.
             Default with the gradient signal ``"keep"`` where the schedule has steps or periods (StepLR, MultiStepLR,
             CyclicLR, CosineAnnealingWarmRestarts, and any around one of them), else ``"free"``; ``"free"`` where
-            ``controller``, ``hold_share`` or ``level=False`` is given.
+            ``controller`` or ``level=False`` is given.
         bounds: the scale stays inside, relative to where it starts.
         act: False to only watch, in AutoLR: losses and gradients are read, and decided on, and ``history`` says what
             would have been done, but weights, gradients and learning rates stay those of the schedule, or of the
@@ -76,11 +74,12 @@ class Adapt(Options):
     anchor: AnchorChoice = "start"
     groups: Groups = "together"
     level: bool | None = None
-    hold_share: float | None = None
     shape: Shape | None = None
     bounds: tuple[float, float] = (1e-12, 1e12)
     act: bool = True
-    _start_steps: int | None = field(default=None, repr=False)  # before base values may move; by the run's length
+    # For tests and benchmarks: steps before base values may move, and share of the run at its end in which they hold.
+    _start_steps: int | None = field(default=None, repr=False)
+    _hold_share: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         methods = [callable(getattr(self.controller, name, None)) for name in ("init", "update")]
@@ -90,15 +89,8 @@ class Adapt(Options):
         require(anchored, "anchor", '"start", "round" or a number of rounds >= 1', self.anchor)
         require_one_of("groups", self.groups, "together", "each", "auto")
         require(self.level is None or is_flag(self.level), "level", "None, True or False", self.level)
-        fine = self.hold_share is None or 0 <= number(self.hold_share) < 1
-        require(fine, "hold_share", "in [0, 1)", self.hold_share)
         if self.shape is not None:
             require_one_of("shape", self.shape, "free", "keep")
-        if self.shape == "keep" and self.hold_share is not None:
-            raise ValueError(
-                f'hold_share must be left out with shape="keep", which holds the scale from the first fifth of the run '
-                f"on; got hold_share={self.hold_share!r}"
-            )
         pair = self.bounds
         fine = isinstance(pair, (tuple, list)) and len(pair) == 2 and 0 < number(pair[0]) <= 1 <= number(pair[1])
         require(fine, "bounds", "a pair (low, high) with 0 < low <= 1 <= high < inf", pair)

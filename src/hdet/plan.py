@@ -423,16 +423,16 @@ def auto_settings(
         raise ValueError('groups="auto" needs the gradient signal: leave out the spread, or pass groups="each"')
     level = _level(plan, step=step, shape=shape, lr_given=lr_given, first_lr=first_lr)
     start = 0 if level is not None and adapt._start_steps is None else plan.start_steps
-    told = adapt.level is False or adapt.controller is not None or adapt.hold_share is not None
+    told = adapt.level is False or adapt.controller is not None or adapt._hold_share is not None
     kept = signal == "gradient" and not told and has_steps
     if adapt.shape == "keep" or (adapt.shape is None and kept):
         hold = keep_start(total)
     elif total is None:
         hold = math.inf
-    elif adapt.hold_share is None and signal == "gradient":
+    elif adapt._hold_share is None and signal == "gradient":
         hold = hold_start(total, shape) if lr_given else (1 - DECAY_SHARE) * total
     else:
-        hold = (1 - (0.05 if adapt.hold_share is None else adapt.hold_share)) * total
+        hold = (1 - (0.05 if adapt._hold_share is None else adapt._hold_share)) * total
     return {
         "controller": make_controller(signal) if adapt.controller is None else adapt.controller,
         "acting": (start, hold),

@@ -194,7 +194,7 @@ def train(s: AnchorScenario) -> Trace:
             anchor="start" if s.anchor_rounds is None else s.anchor_rounds,
             groups="together" if s.together else "each",
             _start_steps=s.start_steps,
-            hold_share=s.hold_share,
+            _hold_share=s.hold_share,
             bounds=s.scale_bounds,
         ),
         # The loss of one step may jump, and of a run that starts too high, and the oracle has no guard.
@@ -227,7 +227,7 @@ def train_twins(optimizer: str, max_lr: tuple[float, ...], cycle_momentum: bool 
             anchor="round",
             controller=PaperController(temperature=0.05),
             _start_steps=warmup,
-            hold_share=0.0,
+            _hold_share=0.0,
             groups="each",
             bounds=(1e-4, 1e4),
         ),

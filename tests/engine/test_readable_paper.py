@@ -108,7 +108,7 @@ def make_scheduler(case: Case, optimizer: Optimizer) -> OneCycleAutoLR | AutoLR:
             anchor="round",
             controller=PaperController(case.temperature, velocity="absolute"),
             _start_steps=case.warmup_steps,
-            hold_share=0.0,
+            _hold_share=0.0,
             groups="each",
         ),
         faults=Faults(max_rollbacks=0),

@@ -134,7 +134,7 @@ class Scripted:
 
 def test_the_scale_moves_after_start_steps_and_holds_in_the_last_stretch() -> None:
     optimizer = two_groups()
-    adapt = Adapt(controller=Scripted(1.1), _start_steps=10, hold_share=0.2)
+    adapt = Adapt(controller=Scripted(1.1), _start_steps=10, _hold_share=0.2)
     auto = AutoLR(CosineAnnealingLR(optimizer, 100), interval=5, adapt=adapt)
     for _ in range(100):
         train_step(optimizer, auto)
@@ -475,7 +475,6 @@ def test_data_that_change_are_accepted_after_some_rollbacks() -> None:
         ({"anchor": 0}, 'anchor must be "start", "round" or a number of rounds >= 1, but got anchor=0'),
         ({"max_rollbacks": -1}, "max_rollbacks must be an integer >= 0, but got max_rollbacks=-1"),
         ({"act": 1}, "act must be True or False, but got act=1"),
-        ({"hold_share": 1.0}, "hold_share must be in [0, 1), but got hold_share=1.0"),
         ({"level": 1.0}, "level must be None, True or False, but got level=1.0"),
         ({"seed": -1}, "seed must be an integer >= 0, but got seed=-1"),
         ({"bounds": (2.0, 3.0)}, "bounds must be a pair (low, high) with 0 < low <= 1 <= high < inf"),

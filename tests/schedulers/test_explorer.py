@@ -908,7 +908,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "outer": (
         _explore(knobs.Epsilon(), outer="median"),
-        'ValueError: outer must be one of "mean", "fittest", "nesterov", "elastic", but got outer=\'median\'',
+        'ValueError: outer must be one of "mean", "fittest", "grawa", "nesterov", "elastic", but got outer=\'median\'',
     ),
     "optimizer_state": (
         _explore(knobs.Epsilon(), optimizer_state="drop"),

@@ -164,15 +164,13 @@ def test_steps_and_periods_are_kept_unless_told_otherwise(name: str) -> None:
 
     assert end() == 200
     assert end(adapt=Adapt(shape="free")) > 500
-    assert end(adapt=Adapt(hold_share=0.1)) == 900
+    assert end(adapt=Adapt(_hold_share=0.1)) == 900
     assert end(adapt=Adapt(level=False)) > 500
 
 
 def test_a_shape_is_refused_where_it_means_nothing() -> None:
     with pytest.raises(ValueError, match='shape must be one of "free", "keep", but got shape=\'kept\''):
         Adapt(shape="kept")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r'hold_share must be left out with shape="keep", .* got hold_share=0.1'):
-        Adapt(shape="keep", hold_share=0.1)
     with pytest.raises(ValueError, match="shape must be left out: Explorer has no schedule whose shape could be kept"):
         _Job(lambda o: Explorer(nn.Linear(2, 2), o, knobs=[knobs.Epsilon()], interval=2, adapt=Adapt(shape="keep")))
 

@@ -252,7 +252,7 @@ CASES: dict[str, tuple[Build, dict[str, list[Any]], str]] = {
         {
             "controller": [None, EvidenceController(), PaperController()],
             "anchor": ["start", "round", 3], "groups": ["together", "each"], "level": [None, True, False],
-            "hold_share": UNIT, "bounds": [(1e-3, 1e3), (1.0, 1.0)], "act": FLAG,
+            "bounds": [(1e-3, 1e3), (1.0, 1.0)], "act": FLAG,
         },
         "",
     ),

@@ -45,7 +45,7 @@ def _explorer(**options: Any) -> Explorer:
 
 def test_the_same_thing_has_the_same_name_and_default_everywhere() -> None:
     found = [inspect.signature(kind).parameters for kind in SCHEDULERS]
-    assert len(found[0]) == 13
+    assert len(found[0]) == 12
     shared = ["probe", "process_group", "faults"]
     for name in shared:
         assert len({repr(parameters[name].default) for parameters in found}) == 1, name
@@ -76,7 +76,6 @@ def test_controllers_are_told_apart_by_their_kind() -> None:
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "groups of Explorer": (_explorer, {"groups": "each"}, "groups must be left out: Explorer has it in knobs"),
     "level": (_explorer, {"level": False}, "level must be left out: Explorer"),
-    "hold_share": (_explorer, {"hold_share": 0.0}, "hold_share must be left out: Explorer adapts to the end"),
     "act": (_explorer, {"act": False}, "act must be left out: Explorer has nothing to watch"),
     "spread of the paper": (
         _cycle, {"ensemble": Ensemble(spread=0.2)}, "has it as ensemble_lr_spread_ratio; got spread=0.2"

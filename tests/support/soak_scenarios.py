@@ -162,7 +162,7 @@ class Training:
             return OneCycleAutoLR(optimizer, LR, NUM_STEPS, model=self.model, ensemble=Ensemble(**apart), **options)
         if s.face in ("loss", "gradient"):
             schedule = OneCycleLR(optimizer, LR, NUM_STEPS, cycle_momentum=False)
-            options |= {"adapt": Adapt(_start_steps=0, hold_share=0.0)}
+            options |= {"adapt": Adapt(_start_steps=0, _hold_share=0.0)}
             options |= {"ensemble": Ensemble(spread=0.3 if s.face == "loss" else 0.0, **apart)}
             return AutoLR(schedule, model=self.model, interval=INTERVAL, **options)
         knobs = [LearningRate(spread=0.3)] if s.face == "explorer" else []

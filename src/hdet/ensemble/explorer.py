@@ -35,7 +35,6 @@ LR_OPTIMISM = 0.75
 _UNUSED = {
     "groups": "Explorer has it in knobs.LearningRate(groups=...)",
     "level": "Explorer starts every knob from the value it has",
-    "hold_share": "Explorer adapts to the end; call finish() where it should stop",
     "shape": "Explorer has no schedule whose shape could be kept",
     "act": "Explorer has nothing to watch but what its replicas do",
 }

@@ -19,6 +19,7 @@ from hdet.replicas.sharding import (
     as_saved,
     expanded_dims,
     local_tensor,
+    local_tensors,
     located,
     num_parameters,
     on_mesh,

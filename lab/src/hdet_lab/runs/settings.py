@@ -279,7 +279,7 @@ def make_scheduler(
     common: dict[str, Any] = {"interval": interval, "total_steps": steps, "model": model, "probe": probe}
     if settings.method == "paper":
         # What OneCycleAutoLR does, around another schedule.
-        adapt = Adapt(controller=PaperController(), anchor="round", groups="each", hold_share=0.0)
+        adapt = Adapt(controller=PaperController(), anchor="round", groups="each", _hold_share=0.0)
         apart = Ensemble(spread=settings.spread, **differs)
         return AutoLR(plain, ensemble=apart, adapt=adapt, faults=Faults(max_rollbacks=0), **common)
     chosen = optimizer if settings.schedule == "none" and settings.method == "gradient" else plain
