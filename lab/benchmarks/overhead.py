@@ -316,8 +316,12 @@ def measure_checksum(args: argparse.Namespace, device: str) -> dict[str, Any]:
     parameters: list[Tensor] = list(run.model.parameters())
     sums = WeightsSum(lambda: parameters, run.optimizer, Replicas(None))
 
+    def checksum() -> None:
+        sums.start()
+        sums.read()
+
     def alone() -> float:
-        return timed(lambda: (sums.start(), sums.read()))
+        return timed(checksum)
 
     def round_s(*, checked: bool) -> float:
         def steps() -> None:
