@@ -241,7 +241,7 @@ class History:
 
     def say(self, verdict: Verdict, *, stacklevel: int) -> None:
         """Tell the user what was done to the run, which is the same on all ranks."""
-        for message in verdict.messages if is_first_rank() else ():
+        for message in verdict.messages if verdict.messages and is_first_rank() else ():
             warnings.warn(message, stacklevel=stacklevel)
         if not verdict.messages and not verdict.go_back:  # rounds that are undone are warned of
             for event in verdict.events:
