@@ -17,6 +17,7 @@ import job
 from hdet import AutoLR, Copies
 from hdet.ensemble import Ensemble
 from hdet.replicas.sharding import local_tensor
+from hdet.weights.snapshot import Best
 
 STEPS = 200
 BEST = Copies(best=True)
@@ -98,6 +99,26 @@ def test_validation_that_turns_in_the_final_decay() -> None:
     run.train(STEPS - turned)
     assert run.auto.total_steps == STEPS
     assert run.lrs[turned] == pytest.approx(planned * (STEPS - turned) / (0.3 * STEPS) / 4, rel=0.2)
+
+
+def test_a_restore_that_is_interrupted_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, restore = Run(), Best.restore
+
+    def interrupted(best: Best) -> None:
+        monkeypatch.setattr(Best, "restore", restore)
+        best.restoring = True
+        with torch.no_grad():
+            next(run.model.parameters()).zero_()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Best, "restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(STEPS)
+    assert run.auto.total_steps == STEPS
+    assert _equal(run.weights(), run.kept[60])
+    run.auto.step(torch.tensor(1.0))
+    assert run.auto.total_steps < STEPS
+    assert _equal(run.weights(), run.kept[60])
 
 
 def test_nothing_changes_where_validation_still_falls() -> None:
