@@ -1,4 +1,4 @@
-"""docs/theory.md, "Losses of own batches": the paper's Delta (Eq. 4 to 6) where each replica's loss has its own noise."""
+"""docs/theory.md, "Losses of own batches": the paper's Delta (Eq. 4 to 6) where each loss has its own noise."""
 
 from __future__ import annotations
 
