@@ -121,13 +121,15 @@ def test_the_block_without_a_schedule_runs(tmp_path: Path) -> None:
     assert names["optimizers"][1].history[0].phase == "warm-up"
 
     class Module(_module_class()):  # type: ignore[misc]
-        configure_optimizers = names["configure_optimizers"]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
 
     callback = HDETCallback()
     trainer = pl.Trainer(max_steps=100, callbacks=[callback], **OPTIONS)
     trainer.fit(Module(), torch.utils.data.DataLoader(Samples(400), batch_size=4))
     assert isinstance(callback.scheduler, AutoLR)
     assert callback.scheduler.history[0].phase == "warm-up"
+    assert callback.scheduler.get_last_lr() == [0.0]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -33,7 +33,7 @@ class DemoOptions:
     """Processes, each a replica."""
     steps: int = 500
     """Optimizer steps of each run."""
-    lr: float = 3e-3
+    lr: float = 1e-2
     """A good learning rate, for OneCycleLR."""
     bad_lr: float = 1e-4
     """A bad one."""
