@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hdet_lab.bench import methods
@@ -39,19 +39,22 @@ SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-
 DRAWN = ("autolr", "adam", "nadamw", "schedule-free", "prodigy", "mechanic", "search-4", "search-8")
 
 _LABEL = """\
-The aims are meant for tasks that were never looked at (a half C), which do not exist yet. AutoLR's settings were looked
-at on every task here, half B too; defaults of rivals were chosen on half A alone. So the figures describe these tasks,
-and judge nothing about others."""
+The aims are meant for tasks that were never looked at (half C), of which there are no records. AutoLR's settings were
+looked at on every task here, half B too; defaults of rivals were chosen on half A alone. So the figures describe these
+tasks, and judge nothing about others."""
+_JUDGED = """\
+Half C was run once, with code that had never been tried on it, and nothing was changed afterwards; its tasks were
+designed by looking at fixed learning rates alone. AutoLR's settings were looked at on halves A and B; defaults of
+rivals were chosen on half A."""
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
-seed, less 1; means are geometric. The best of the grid has the lowest mean over five seeds of that same loss, which
+seed, less 1; means are geometric. The best of the grid has the lowest mean over seeds of that same loss, which
 flatters it and random search. In brackets: 95% bootstrap intervals over tasks and seeds. Random search draws from the
 grid after it has grown to where its best is inside; its expectation is exact. Worth: the fewest runs of random search
 that are expected to reach the method's loss, the median over tasks ("all": more than the grid has). Pairs: tasks on
-which AutoLR is ahead/level/behind, paired over seeds; level: the 95% interval of the difference has zero.
-Half A: the mean over its five tasks."""
+which AutoLR is ahead/level/behind, paired over seeds; level: the 95% interval of the difference has zero."""
 _STEPS = """\
-Share of all tasks of both halves on which a method's median run comes within {slack:.0%} of where the best fixed run
+Share of all tasks of {halves} on which a method's median run comes within {slack:.0%} of where the best fixed run
 ends, in at most so many times the steps of the fastest method."""
 _RECORDS = """\
 Every run is in `lab/benchmarks/results/bench/*.json`, one a line. `hdet bench` makes the records, `hdet bench --pages`
@@ -86,11 +89,11 @@ def render(records: Sequence[Record], why: str = "", current: Collection[str] = 
     """
     tasks = [task for task in map(summarize, records) if task is not None]
     pages = {PAGE: _results(tasks, records, why, current)}
-    main = outside([task for task in tasks if task.record.half == "B"])
+    main = outside(_judged(tasks))
     shares = {
-        LABELS[method]: [task.share(method) for task in main]
+        LABELS[method]: [task.share(method) for task in main if method in task.excess]
         for method in DRAWN
-        if main and all(method in task.excess for task in main)
+        if main and any(method in task.excess for task in main)
     }
     if shares:
         title = f"Share of the {len(main)} tasks within a distance of the best of the grid"
@@ -117,17 +120,20 @@ def _figure(task: TaskSummary) -> str:
 
 
 def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, current: Collection[str]) -> str:
-    half_b, half_a = ([task for task in tasks if task.record.half == half] for half in "BA")
-    lines = ["# Does it work", "", *_first_lines(half_b), "", *([why, ""] if why else [])]
-    if main := outside(half_b):
-        lines += [f"## {len(main)} tasks of half B", "", *_half(main, half_a, current), "", _READING, "",
+    half_a, half_b, half_c = ([task for task in tasks if task.record.half == half] for half in "ABC")
+    lines = ["# Does it work", "", *_first_lines(_judged(tasks)), "", *([why, ""] if why else [])]
+    judged, others = ("C", {"half B": outside(half_b)}) if half_c else ("B", {"half A": half_a})
+    if main := outside(_judged(tasks)):
+        lines += [f"## {len(main)} tasks of half {judged}", "", *_half(main, others, current), "", _READING, "",
                   f"![share of tasks near the best of the grid]({NEAR_FIGURE})", ""]  # fmt: skip
+    if half_c and (main := outside(half_b)):
+        lines += [f"## {len(main)} tasks of half B", "", *_short(main, {"half A": half_a}, current), ""]
     if memorised := [task for task in half_b if task.overfits]:
         lines += ["## Tasks that overfit", "", *_overfitting(memorised, current), ""]
     lines += [
         "## Steps to a target",
         "",
-        *_profile(half_b + half_a),
+        *_profile(_judged(tasks) if half_c else half_b + half_a, "half C" if half_c else "both halves"),
         "",
         "## Task by task",
         "",
@@ -140,13 +146,19 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _judged(tasks: Sequence[TaskSummary]) -> list[TaskSummary]:
+    """Half C; half B where there is none."""
+    return [task for task in tasks if task.record.half == "C"] or [task for task in tasks if task.record.half == "B"]
+
+
 def _first_lines(tasks: Sequence[TaskSummary]) -> list[str]:
     word, said = verdict(tasks)
     if not said:
         return [f"**The target is {word}**: there are no records of half B."]
     num = len(outside(tasks))
-    first = f"**The target is {word}.** With nothing set, on the {num} tasks of half B that do not overfit:"
-    return [first, "", *(f"- {part}" for part in said), "", _LABEL]
+    half = tasks[0].record.half
+    first = f"**The target is {word}.** With nothing set, on the {num} tasks of half {half} that do not overfit:"
+    return [first, "", *(f"- {part}" for part in said), "", _JUDGED if half == "C" else _LABEL]
 
 
 def _label(method: str, tasks: Sequence[TaskSummary], current: Collection[str]) -> str:
@@ -158,26 +170,46 @@ def _compute(method: str) -> str:
     return COMPUTE.get(method, "1" if method in NOTHING_SET else "grid")
 
 
-def _half(tasks: Sequence[TaskSummary], half_a: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
+Others = Mapping[str, Sequence[TaskSummary]]
+"""Head of a column to the tasks whose mean it has."""
+
+
+def _half(tasks: Sequence[TaskSummary], others: Others, current: Collection[str]) -> list[str]:
     found = [line for method in SHOWN if (line := over_tasks(tasks, method)) is not None]
     rows = []
     for line in sorted(found, key=lambda line: line.mean):
         method = line.method
         median, fewest, most = worth(tasks, method)
         label = _label(method, tasks, current)
-        on_a = [task.share(method) for task in half_a if method in task.excess]
         fewer = "" if line.num_tasks == len(tasks) else f" ({line.num_tasks} tasks)"
         rows.append([
             label + fewer, _compute(method), f"{percent(line.mean)} {interval(line.low, line.high)}",
             percent(line.rest), "/".join(map(str, line.near)), f"{percent(line.worst)} ({line.worst_task})",
             f"{runs(median)} {interval(fewest, most, runs)}" if _compute(method) == "1" else "",
             "" if method == "autolr" else "/".join(map(str, duel(tasks, method))),
-            percent(geometric_mean(on_a)) if on_a else "",
+            *_means(method, others),
         ])  # fmt: skip
     near = ", ".join(f"{share:.0%}".rstrip("%") for share in SHARES)
     heads = ["method", "runs", "mean", "without worst", f"tasks within {near}%", "worst task",
-             "worth", "pairs", "half A"]  # fmt: skip
+             "worth", "pairs", *others]  # fmt: skip
     lines = table(heads, rows)
+    return lines + footnote(lines)
+
+
+def _means(method: str, others: Others) -> list[str]:
+    shares = [[task.share(method) for task in tasks if method in task.excess] for tasks in others.values()]
+    return [percent(geometric_mean(part)) if part else "" for part in shares]
+
+
+def _short(tasks: Sequence[TaskSummary], others: Others, current: Collection[str]) -> list[str]:
+    """The means alone, of the methods that have one run."""
+    found = [line for method in NOTHING_SET if (line := over_tasks(tasks, method)) is not None]
+    rows = [
+        [_label(line.method, tasks, current), f"{percent(line.mean)} {interval(line.low, line.high)}",
+         percent(line.rest), *_means(line.method, others)]
+        for line in sorted(found, key=lambda line: line.mean)
+    ]  # fmt: skip
+    lines = table(["method", "mean", "without worst", *others], rows)
     return lines + footnote(lines)
 
 
@@ -199,13 +231,17 @@ def _overfitting(tasks: Sequence[TaskSummary], current: Collection[str]) -> list
     return [said, "", *lines, *footnote(lines)]
 
 
-def _profile(tasks: Sequence[TaskSummary]) -> list[str]:
+def _profile(tasks: Sequence[TaskSummary], halves: str) -> list[str]:
     found = {method: shares for method, shares in profiles(tasks).items() if method in LABELS or method == "grid"}
     rows = [
         [LABELS.get(method, "best of the grid"), *(f"{share:.0%}" for share in shares)]
         for method, shares in sorted(found.items(), key=lambda pair: -pair[1][-1])
     ]
-    return [_STEPS.format(slack=SLACK), "", *table(["method", *(f"{factor:g} x" for factor in FACTORS)], rows)]
+    return [
+        _STEPS.format(slack=SLACK, halves=halves),
+        "",
+        *table(["method", *(f"{factor:g} x" for factor in FACTORS)], rows),
+    ]
 
 
 def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
