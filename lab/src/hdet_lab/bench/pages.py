@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hdet_lab.bench import methods
 from hdet_lab.bench.figures import lr_figure, near_figure
 from hdet_lab.bench.records import Record, load
 from hdet_lab.bench.statistics import geometric_mean, t_interval
-from hdet_lab.bench.suite import BY_NAME, DEFAULT_ENTRIES, MAX_PASSES, NOTHING_SET
+from hdet_lab.bench.suite import BY_NAME, DEFAULT_ENTRIES, MAX_PASSES, METHODS, NOTHING_SET
 from hdet_lab.bench.summary import (
     COMPUTE,
     FACTORS,
@@ -32,6 +33,8 @@ from hdet_lab.bench.summary import (
 from hdet_lab.bench.versions import MARK, SENTENCE, equivalent, is_current
 
 PAGE = "results.md"
+MIN_SHOWN = 0.4
+"""Share of tasks on which a method reaches the target; one that reaches it on fewer has no line there."""
 WHY = "why.md"
 """Beside the records: what somebody who has read them says about them, for the head of the page."""
 NEAR_FIGURE = "figures/bench-near.svg"
@@ -54,8 +57,9 @@ grid after it has grown to where its best is inside; its expectation is exact. W
 that are expected to reach the method's loss, the median over tasks ("all": more than the grid has). Pairs: tasks on
 which AutoLR is ahead/level/behind, paired over seeds; level: the 95% interval of the difference has zero."""
 _STEPS = """\
-Share of all tasks of {halves} on which a method's median run comes within {slack:.0%} of where the best fixed run
-ends, in at most so many times the steps of the fastest method."""
+Share of tasks of {halves} on which a method's median run comes within {slack:.0%} of where the best fixed run
+ends, in at most so many times the steps of the fastest method; methods
+that do on at least {least:.0%} of them."""
 _RECORDS = """\
 Every run is in `lab/benchmarks/results/bench/*.json`, one a line. `hdet bench` makes the records, `hdet bench --pages`
 this page; `hdet bench --task mine.py:Task` compares on your own [task](lab.md#a-task-of-your-own). "With changes": the
@@ -122,26 +126,36 @@ def _figure(task: TaskSummary) -> str:
 def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, current: Collection[str]) -> str:
     half_a, half_b, half_c = ([task for task in tasks if task.record.half == half] for half in "ABC")
     lines = ["# Does it work", "", *_first_lines(_judged(tasks)), "", *([why, ""] if why else [])]
-    judged, others = ("C", {"half B": outside(half_b)}) if half_c else ("B", {"half A": half_a})
+    judged, others = "B", {"half A": half_a}
+    if half_c:
+        judged, others = "C", {"half B": outside(half_b), **others}
     if main := outside(_judged(tasks)):
         lines += [f"## {len(main)} tasks of half {judged}", "", *_half(main, others, current), "", _READING, "",
                   f"![share of tasks near the best of the grid]({NEAR_FIGURE})", ""]  # fmt: skip
-    if half_c and (main := outside(half_b)):
-        lines += [f"## {len(main)} tasks of half B", "", *_short(main, {"half A": half_a}, current), ""]
+    shown = {method for task in _judged(tasks) for method in task.excess}
     if memorised := [task for task in half_b if task.overfits]:
-        lines += ["## Tasks that overfit", "", *_overfitting(memorised, current), ""]
+        lines += ["## Tasks that overfit", "", *_overfitting(memorised, shown, current), ""]
     lines += [
         "## Steps to a target",
         "",
-        *_profile(_judged(tasks) if half_c else half_b + half_a, "half C" if half_c else "both halves"),
+        *(
+            _profile([task for task in half_c if "adam" in task.excess], "half C around AdamW")
+            if half_c
+            else _profile(half_b + half_a, "both halves")
+        ),
         "",
         "## Task by task",
         "",
         *_tasks(tasks, current),
         "",
     ]
-    has_c = any(record.half == "C" for record in records)
-    lines += ["## How each method was run", "", _methods(has_c=has_c), *_defaults(records), ""]
+    lines += [
+        "## How each method was run",
+        "",
+        _methods({m for task in _judged(tasks) for m in task.excess}),
+        *_defaults(records),
+        "",
+    ]
     lines += ["## Records, machines and versions", "", _RECORDS, "", *_facts(records), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -181,7 +195,7 @@ def _half(tasks: Sequence[TaskSummary], others: Others, current: Collection[str]
         method = line.method
         median, fewest, most = worth(tasks, method)
         label = _label(method, tasks, current)
-        fewer = "" if line.num_tasks == len(tasks) else f" ({line.num_tasks} tasks)"
+        fewer = "" if line.num_tasks == len(tasks) else f" ({line.num_tasks} task{'s' * (line.num_tasks > 1)})"
         rows.append([
             label + fewer, _compute(method), f"{percent(line.mean)} {interval(line.low, line.high)}",
             percent(line.rest), "/".join(map(str, line.near)), f"{percent(line.worst)} ({line.worst_task})",
@@ -201,19 +215,7 @@ def _means(method: str, others: Others) -> list[str]:
     return [percent(geometric_mean(part)) if part else "" for part in shares]
 
 
-def _short(tasks: Sequence[TaskSummary], others: Others, current: Collection[str]) -> list[str]:
-    """The means alone, of the methods that have one run."""
-    found = [line for method in NOTHING_SET if (line := over_tasks(tasks, method)) is not None]
-    rows = [
-        [_label(line.method, tasks, current), f"{percent(line.mean)} {interval(line.low, line.high)}",
-         percent(line.rest), *_means(line.method, others)]
-        for line in sorted(found, key=lambda line: line.mean)
-    ]  # fmt: skip
-    lines = table(["method", "mean", "without worst", *others], rows)
-    return lines + footnote(lines)
-
-
-def _overfitting(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
+def _overfitting(tasks: Sequence[TaskSummary], shown: Collection[str], current: Collection[str]) -> list[str]:
     said = f"The rule: more than {MAX_PASSES} passes over the training rows, and more parameters than rows: "
     said += "; ".join(f"{task.record.name} ({task.overfits})" for task in tasks)
     said += (
@@ -221,24 +223,27 @@ def _overfitting(tasks: Sequence[TaskSummary], current: Collection[str]) -> list
     )
     said += "down after results were known."
     rows = []
-    for method in SHOWN:
+    for method in (method for method in SHOWN if method in shown):
         if all(method in task.excess for task in tasks):
             shares = [task.share(method) for task in tasks]
-            rows.append((geometric_mean(shares), [_label(method, tasks, current), _compute(method),
+            rows.append((geometric_mean(shares), [_label(method, tasks, current),
                          *(percent(share, 1) for share in shares), percent(geometric_mean(shares), 1)]))  # fmt: skip
-    heads = ["method", "runs", *(task.record.name for task in tasks), "geometric mean"]
+    heads = ["method", *(task.record.name for task in tasks), "geometric mean"]
     lines = table(heads, [row for _, row in sorted(rows, key=lambda pair: pair[0])])
     return [said, "", *lines, *footnote(lines)]
 
 
 def _profile(tasks: Sequence[TaskSummary], halves: str) -> list[str]:
-    found = {method: shares for method, shares in profiles(tasks).items() if method in LABELS or method == "grid"}
+    chosen = ("grid", *NOTHING_SET)
+    found = {
+        method: shares for method, shares in profiles(tasks).items() if method in chosen and shares[-1] > MIN_SHOWN
+    }
     rows = [
         [LABELS.get(method, "best of the grid"), *(f"{share:.0%}" for share in shares)]
         for method, shares in sorted(found.items(), key=lambda pair: -pair[1][-1])
     ]
     return [
-        _STEPS.format(slack=SLACK, halves=halves),
+        _STEPS.format(slack=SLACK, halves=halves, least=MIN_SHOWN),
         "",
         *table(["method", *(f"{factor:g} x" for factor in FACTORS)], rows),
     ]
@@ -252,9 +257,9 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
         name = f"[{record.name}]({_figure(task)})" if mine else record.name
         rows.append([
             marked(name, "autolr", [task], current), record.half, f"{shape} {lr:g}",
-            percent(task.share("autolr")) + _seeds(task) if mine else "", runs(task.worth("autolr")) if mine else "",
+            percent(task.share("autolr")) + _seeds(task) if mine else "",
         ])  # fmt: skip
-    heads = ["task", "half", "best of grid", "AutoLR (± 95% over seeds)", "worth"]
+    heads = ["task", "half", "best of grid", "AutoLR (± 95% over seeds)"]
     lines = table(heads, rows)
     known, halves = {task.record.name for task in tasks}, {task.record.half for task in tasks}
     missing = [name for name in DEFAULT_ENTRIES if name not in known and BY_NAME[name].half in halves]
@@ -268,10 +273,23 @@ def _seeds(task: TaskSummary) -> str:
     return f" ± {100 * half_width:.2f}" if math.isfinite(half_width) else ""
 
 
-def _methods(*, has_c: bool) -> str:
-    """The list in the docstring of the methods, which is where they are kept up to date."""
-    said = (methods.__doc__ or "").partition("\n\n")[2]
-    return (said if has_c else said.partition("\n\n")[0]).strip().replace("``", "`")
+def _methods(shown: Collection[str]) -> str:
+    """What the docstring of the methods, which is where they are kept up to date, says of those that are shown."""
+    parts = (methods.__doc__ or "").partition("\n\n")[2].strip().split("\n\n")
+    parts = parts if "greedy" in shown else parts[:1]
+    kept = ["\n".join(_bullets(part, {*shown, "grid"})) for part in parts]
+    return "\n\n".join(kept).replace("``", "`")
+
+
+def _bullets(part: str, shown: Collection[str]) -> list[str]:
+    """The lines of a list, without items that name only methods which are not shown; a text is one item."""
+    items: list[list[str]] = []
+    for line in part.splitlines():
+        if line.startswith("- ") or not items:
+            items.append([])
+        items[-1].append(line)
+    named = [set(re.findall(r"``([a-z-]+)``", "\n".join(item))) & set(METHODS) for item in items]
+    return [line for item, names in zip(items, named, strict=True) if not names or names & {*shown} for line in item]
 
 
 def _defaults(records: Sequence[Record]) -> list[str]:
@@ -289,6 +307,7 @@ def _facts(records: Sequence[Record]) -> list[str]:
             commit = fact["git_commit"] or "unknown"
             commit = commit[:10] + (" with changes" if commit.endswith("+") else "")
             of = ", ".join(LABELS.get(method, method) for method in fact.get("methods", ["others"]))
+            of = "half C" if record.half == "C" else of
             row = (of, f"{device}, torch {fact['torch']}", fact.get("code_sha256", "unknown")[:10])
             tasks = found.setdefault(row, {})
             tasks[commit] = tasks.get(commit, 0) + 1

@@ -26,6 +26,7 @@ SHARES = (0.01, 0.02, 0.05, 0.1)
 """Above the best of the grid, within which tasks are counted."""
 AIM_MEAN, AIM_NEAR, AIM_SHARE, AIM_WORST, AIM_WORTH = 0.01, 0.02, 0.8, 0.05, 8
 """The aims: geometric mean, how near on which share of the tasks, the worst task, runs of random search."""
+MANY = 10.0
 SLACK = 0.01
 """Share above the end of the best fixed run's curve at which a target lies."""
 FACTORS = (1.0, 1.5, 4.0)
@@ -288,8 +289,10 @@ def outside(tasks: Sequence[TaskSummary]) -> list[TaskSummary]:
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """With a sign; ``broke`` where it is not finite."""
-    return f"{100 * share:+.{digits}f}%" if math.isfinite(share) else "broke"
+    """With a sign; as a factor where it is above ten times; ``broke`` where it is not finite."""
+    if not math.isfinite(share):
+        return "broke"
+    return f"{100 * share:+.{digits}f}%" if share < MANY else f"x {1 + share:.2g}"
 
 
 def runs(num: float) -> str:
