@@ -38,7 +38,7 @@ OPTIONS = {
         *("--device", "--help", "--interval", "--json", "--max-share", "--method", "--model", "--parameters"),
         *("--replicas", "--skip-drill", "--step-ms", "--tensors", "--timeout-s"),
     ],
-    "demo": ["--help", "--lr", "--out", "--replicas", "--steps"],
+    "demo": ["--bad-lr", "--help", "--lr", "--out", "--replicas", "--steps"],
 }
 
 

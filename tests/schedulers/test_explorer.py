@@ -728,7 +728,7 @@ def _rollback_without_lr() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run.advance(12)
-    assert [str(w.message).count("learning rates") for w in told] == [0]
+    assert [str(w.message).count("learning rates") for w in told] == [0] * (world()[0] == 0)  # it is said once
     record = run.scheduler.history[-1]
     lr = run.optimizer.param_groups[0]["lr"]
     return {"rollbacks": record.num_rollbacks, "told": record.base_values, "lr": lr, "weights": run.weights()}

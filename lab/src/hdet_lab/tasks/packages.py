@@ -141,7 +141,7 @@ def read_arrays(name: str, data: str | Path, *, sha256: dict[str, str] | None = 
     """
     path = Path(data) / "open" / f"{name}.npz"
     if path.exists():
-        with np.load(path) as kept:
+        with np.load(path, allow_pickle=False) as kept:
             arrays = {key: kept[key] for key in kept.files}
     else:
         arrays = SETS[name](lambda package: package.read(path.parent / "originals", download=download))
