@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from hdet.controllers import Controller, Decision, Evidence, EvidenceController,
 from hdet.controllers.base import pack_state
 from hdet.ensemble.controllers import PaperController
 from hdet.policy.spread import fan_out
-from hdet.policy.steering import Steering
+from hdet.policy.steering import KnobEvidence, Panel, Steering
 
 BOUNDS = (1e-6, 1e6)
 
@@ -134,6 +135,79 @@ def test_a_deep_fall_asks_for_a_new_anchor_once() -> None:
         steering.decide(np.ones(4))
         asked.append(steering.wants_new_anchor())
     assert asked == [False, False, True] * 2
+
+
+# -- a panel --------------------------------------------------------------------------------------------------------
+
+
+class _Summing(NamedTuple):
+    total: FloatArray
+
+
+class _Counting(_Scripted):
+    """Its state is how often each knob was seen."""
+
+    def init(self, num_knobs: int) -> Any:
+        return _Summing(np.zeros(num_knobs))
+
+    def update(self, state: Any, evidence: Evidence) -> tuple[Any, Decision]:
+        self.seen.append(evidence)
+        z = tuple(self.factors.tolist())
+        return _Summing(state.total + 1), Decision(self.factors, {"z": z, "other": z})
+
+
+def with_panel(controller: Controller, **options: Any) -> Steering:
+    """Two learning rates beside three knobs, of which the controller may move the first two."""
+    panel = Panel(
+        ("a", "b", "c"), (0.1, 0.5, 0.0), ((-1.0, 1.0), (-0.2, 0.2), (-1, 1)), (True, True, False), controller
+    )
+    return steer(_Counting([1.0, 0.5]), panel=dataclasses.replace(panel, **options))
+
+
+def test_a_panel_moves_what_it_may_inside_its_bounds() -> None:
+    controller = _Counting([7.0, 7.0, 2.0, 3.0, 7.0])
+    steering = with_panel(controller)
+    control, knobs = steering.decide(np.ones(4), progress=0.5)
+    assert control["z"] == (1.0, 0.5)
+    assert repr(knobs) == repr((KnobEvidence(z=2.0), KnobEvidence(z=3.0), KnobEvidence()))
+    assert_allclose(steering.scales, [1.0, 0.5, 2.0, math.exp(0.2), 1.0])
+    assert (len(controller.seen[0].multipliers), controller.seen[0].progress) == (5, 0.5)
+    assert_allclose(steering.positions(), [math.log(2), 0.2, 0.0])
+    before = steering.positions()
+    steering.next_round()
+    places = np.array([steering.positions(r) for r in range(4)])
+    assert_allclose(np.abs(places[:, 0] - before[0]), [0.1] * 4)
+    assert set(places[:, 1].round(9)) == {-0.2, 0.2}  # 0.5 to either side, cut off at the bounds
+    assert_allclose(places[:, 2], 0.0)
+    steering.set_bounds([(-1.0, 0.3), (-0.2, 0.1), (-1.0, 1.0)])
+    assert_allclose(steering.positions(), [0.3, 0.1, 0.0])
+    steering.warmup = 0.5
+    assert_allclose(steering.effective, [0.5, 0.25, *steering.scales[2:]])
+
+
+def test_a_panel_may_move_the_learning_rates_itself() -> None:
+    steering = with_panel(_Counting([2.0, 3.0, 1.0, 1.0, 1.0]), moves_lrs=True)
+    assert steering.decide(np.ones(4))[0] == {"z": (2.0, 3.0)}
+    assert_allclose(steering.scales[:2], [2.0, 3.0])
+
+
+def test_a_learning_rate_that_joins_leaves_the_others_evidence_alone() -> None:
+    steering = with_panel(_Counting([1.0] * 5))
+    steering.decide(np.ones(4))
+    steering.decide(np.ones(4))
+    before = steering.multipliers
+    assert steering.add_lr() == 2
+    assert_allclose(steering.scales[:3], [1.0, 0.25, 0.5])  # in the middle of the others
+    assert_array_equal(steering.multipliers, np.insert(before, 2, 1.0, axis=0))
+    assert steering.is_lr.tolist() == [True] * 3 + [False] * 3
+    assert steering.state.total.tolist() == [2.0, 2.0, 0.0]
+    assert steering.panel_state.total.tolist() == [2.0, 2.0, 0.0, 2.0, 2.0, 2.0]
+    assert_allclose(steering.fallen, [0.0, math.log(4), 0.0, 0.0, 0.0, 0.0])
+    assert_allclose([steering.low[:3], steering.high[:3]], [[1e-6] * 3, [1e6] * 3])
+    steering.cut(0.5)
+    assert_allclose(steering.scales, [0.5, 0.125, 0.25, 1.0, 1.0, 1.0])  # learning rates alone
+    assert not steering.state.total.any()
+    assert not steering.panel_state.total.any()
 
 
 # -- the state ------------------------------------------------------------------------------------------------------
