@@ -50,7 +50,7 @@ def test_the_verdict_says_where_the_round_stood() -> None:
     policy = make_policy()
     multipliers = policy.steering.multipliers
     verdict = end_round(policy, 1.0, 2.0, 3.0, 4.0, compared=np.array([4.0, 3.0, 2.0, 1.0]), finite=(1, 1, 1, 0))
-    assert verdict.index == 0
+    assert (verdict.index, verdict.num_rollbacks) == (0, 0)
     assert (verdict.multipliers == multipliers).all()
     assert not (policy.steering.multipliers == multipliers).all()
     assert verdict.scales.tolist() == [1.0]

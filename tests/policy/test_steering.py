@@ -125,6 +125,8 @@ def test_a_warm_up_lets_a_share_of_the_learning_rates_through() -> None:
     assert steering.effective.tolist() == [4.0, 4.0]
     steering.warmup = 0.25
     assert steering.effective.tolist() == [1.0, 1.0]
+    steering.warmup = 0.0
+    assert steering.effective.tolist() == [0.0, 0.0]
     assert steering.scales.tolist() == [4.0, 4.0]
 
 
