@@ -70,6 +70,8 @@ def test_without_training_losses_half_of_the_patience_fades() -> None:
         _, decision = controller.update(controller.init(1), Evidence(losses, 1 + PLACES[None], progress=progress))
         ends.append(math.log(decision.factors[0]))
     assert ends == [pytest.approx(-1.0), pytest.approx(-1.5)]
+    _, decision = ValleyController().update(controller.init(1), Evidence(losses, 1 + PLACES[None]))
+    assert math.log(decision.factors[0]) == pytest.approx(-1.5)  # none by default
 
 
 @pytest.mark.parametrize(
