@@ -20,8 +20,8 @@ LAB_OPTIONS = [
 ]
 OPTIONS = {
     "train": [
-        *("--checkpoint-s", "--data", "--device", "--help", "--interval", "--json", "--knobs", "--lr", "--method"),
-        *("--optimizer", "--out", "--replicas", "--resume", "--schedule", "--seed", "--spread", "--steps"),
+        *("--checkpoint-s", "--data", "--device", "--freeze-file", "--help", "--interval", "--json", "--knobs", "--lr"),
+        *("--method", "--optimizer", "--out", "--replicas", "--resume", "--schedule", "--seed", "--spread", "--steps"),
         *("--yes", "TASK"),
     ],
     "watch": ["--every-s", "--help", "--once", "RUN"],

@@ -248,6 +248,17 @@ def test_a_finished_run_stays_as_it_is(whole: dict[str, Path], capsys: pytest.Ca
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_a_file_freezes_the_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "freeze").touch()
+    arguments = ["train", "quadratic", "--steps", "24", "--interval", "3", "--freeze-file", str(tmp_path / "freeze")]
+    assert cli.main([*arguments, "--out", str(tmp_path / "run")]) == 0
+    rounds = run_folder.read(tmp_path / "run").rounds
+    assert "the scale is frozen from here on" in rounds[0]["events"]
+    assert len({tuple(each["scales"]) for each in rounds if each["phase"] != "warm-up"}) == 1
+    assert cli.main([*arguments, "--method", "fixed"]) == 2
+    assert "--freeze-file needs a method that learns, but got --method fixed" in capsys.readouterr().err
+
+
 def test_a_run_that_breaks_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     arguments = ["train", "quadratic", "--steps", "12", "--lr", "1e6", "--optimizer", "sgd", "--method", "fixed"]

@@ -227,6 +227,7 @@ class History:
         curve: the learning rates.
         sinks: called with each record.
         resumed_from: where the next round is the first after a resume on another number of replicas, that of before.
+        untold: records that are on their way to a sink each.
     """
 
     def __init__(self) -> None:
@@ -234,6 +235,7 @@ class History:
         self.curve = Curve()
         self.sinks: list[Callable[[RoundRecord], object]] = []
         self.resumed_from: int | None = None
+        self.untold: deque[tuple[Callable[[RoundRecord], object], RoundRecord]] = deque()
 
     @property
     def records(self) -> list[RoundRecord]:
@@ -248,21 +250,26 @@ class History:
                 tell(event)
 
     def write(self, record: RoundRecord) -> None:
-        """A round has ended."""
+        """A round has ended. Sinks learn of it by :meth:`deliver`, once it cannot be taken back any more."""
         self._records.append(record)
         self.curve.add(record.step, record.base_values)
         self.resumed_from = None
-        for sink in self.sinks:
+        self.untold.extend((sink, record) for sink in self.sinks)
+
+    def deliver(self) -> None:
+        """Each record reaches each sink at most once, whatever is raised there."""
+        while self.untold:
+            sink, record = self.untold.popleft()
             sink(record)
 
     def remember(self) -> tuple[Any, ...]:
         """What :meth:`write` changes."""
         last = self._records[-1] if self._records else None
-        return last, self.curve.state_dict(), self.resumed_from
+        return last, self.curve.state_dict(), self.resumed_from, self.untold.copy()
 
     def put_back(self, before: tuple[Any, ...]) -> None:
         """As it was at :meth:`remember`."""
-        last, curve, self.resumed_from = before
+        last, curve, self.resumed_from, self.untold = before
         self.curve.steps, self.curve.values = curve["steps"], curve["values"]
         if self._records and self._records[-1] is not last:
             self._records.pop()

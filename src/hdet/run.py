@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -149,6 +149,20 @@ class Run:
             self.anchor.add(parameters)
         if self.undo is not None:
             self.undo.add()
+
+    def remember_groups(self) -> Callable[[], None]:
+        """Returns what takes :meth:`add_groups` and :meth:`follow` back where they are interrupted."""
+        parts = (self.lrs, self.steering, self.replication, self.weights, self.anchor, *self.signals)
+        found = [vars(part) for part in parts if part is not None]
+        before = [(dict(each), {name: list(v) for name, v in each.items() if type(v) is list}) for each in found]
+
+        def put_back() -> None:
+            for each, (values, lists) in zip(found, before, strict=True):
+                each.update(values)
+                for name, entries in lists.items():
+                    each[name][:] = entries
+
+        return put_back
 
     def follow(self, share: float) -> None:
         """The schedule of the next param group that it does not know is ``share`` of the first one's."""

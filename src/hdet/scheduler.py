@@ -66,7 +66,8 @@ class Scheduler:
         """Advance the schedule by one optimizer step; end the round when it is due.
 
         It is taken as a whole or not at all: whatever interrupts it, Ctrl-C or an error, leaves scheduler, schedule and
-        learning rates where they were before. A round that was to end then ends with the next call.
+        learning rates where they were before. A round that was to end then ends with the next call. Sinks hear of a
+        round after the step was taken, once.
 
         Args:
             loss: this rank's loss of the step, as a number or a one-element float tensor on any device. It is not read
@@ -106,6 +107,9 @@ class Scheduler:
             except BaseException:
                 before.put_back()
                 raise
+            if run.history.untold:
+                with run.replicas.telling_others(step):
+                    run.history.deliver()
 
     def _after_round(self) -> None:
         """A round has ended, and the schedule has advanced."""
@@ -135,9 +139,24 @@ class Scheduler:
                 f"param groups must not be removed from the optimizer, but of {known} there are {len(groups)}; freeze "
                 "their parameters instead, or make a new optimizer and a new scheduler"
             )
+        before = [dict(group) for group in groups]
+        put_back = run.remember_groups()
+        try:
+            self._add_groups(groups[known:])
+        except BaseException:
+            put_back()
+            for group, values in zip(groups, before, strict=True):
+                group.clear()
+                group.update(values)
+            raise
+        if self._in_charge():
+            self._refresh()
+
+    def _add_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        run, optimizer, first_group = self._run, self.optimizer, self.optimizer.param_groups[0]
         run.add_groups()
         first, level = self._schedule.first_lr, run.policy.level
-        for group, factor in zip(groups[known:], run.lrs.factors[known:], strict=True):
+        for group, factor in zip(groups, run.lrs.factors[-len(groups) :], strict=True):
             lr = group["lr"]
             factor = factor if level is None or level.done else level.given
             given = lr is not optimizer.defaults.get("lr") and first * factor > 0
@@ -152,11 +171,9 @@ class Scheduler:
                 )
             run.follow(share)
             # What schedules keep there: one that is made after the group is added again, for a resume, looks for it.
-            kept = {key: share * float(groups[0][key]) for key in LRS if key in groups[0]}
-            kept |= {key: groups[0][key] for key in MOMENTA if key in groups[0]}
+            kept = {key: share * float(first_group[key]) for key in LRS if key in first_group}
+            kept |= {key: first_group[key] for key in MOMENTA if key in first_group}
             group.update({key: value for key, value in kept.items() if key not in group})
-        if self._in_charge():
-            self._refresh()
 
     # -- losses and weights -------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import sys
@@ -59,11 +60,15 @@ class Setting:
 
     def train(self, interrupt: Interrupt | None = None) -> None:
         """A step of the optimizer, and that of the scheduler, which may be interrupted."""
+        loss = self.backward()
+        self.optimizer.step()
+        self.step(loss, interrupt)
+
+    def backward(self) -> float:
         self.optimizer.zero_grad()
         loss = self.model(torch.ones(2, 3)).square().mean()
         loss.backward()
-        self.optimizer.step()
-        self.step(loss.item(), interrupt)
+        return float(loss.item())
 
     def step(self, loss: float, interrupt: Interrupt | None) -> None:
         sys.settrace(interrupt)
@@ -73,6 +78,11 @@ class Setting:
             assert interrupt is not None
         finally:
             sys.settrace(None)
+
+    def join(self, value: torch.Tensor) -> None:
+        """One more param group."""
+        self.joined = nn.Parameter(value)
+        self.optimizer.add_param_group({"params": [self.joined], "lr": 0.002})
 
     def check(self) -> None:
         scheduler = self.scheduler
@@ -85,6 +95,8 @@ class Setting:
     def resume(self) -> Setting:
         """From a checkpoint."""
         other = Setting(self.make)
+        for group in self.optimizer.param_groups[1:]:
+            other.join(group["params"][0].detach().clone())
         other.model.load_state_dict(self.model.state_dict())
         other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         other.scheduler.load_state_dict(self.scheduler.state_dict())
@@ -201,3 +213,58 @@ def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
         warnings.simplefilter("ignore")
         _interrupt_everywhere(setting, stride=7)
     assert all(group["lr"] is lr for group, lr in zip(setting.optimizer.param_groups, rates, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("joins", [False, True])
+def test_at_every_line_before_an_optimizer_step(joins: bool) -> None:
+    """Nothing of it has happened, and it can be taken again; the step that follows a new param group takes that up."""
+    make = auto(adapt=Adapt(level=False, _start_steps=0, groups="each"), faults=Faults(skip_nonfinite=True))
+    for at in range(1, 20_000):
+        setting, interrupt = Setting(make), Interrupt(at)
+        if joins:
+            setting.train()
+            setting.join(torch.ones(3))
+        loss = setting.backward()
+        before = [p.detach().clone() for p in setting.model.parameters()]
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.settrace(interrupt)
+            setting.optimizer.step()
+        sys.settrace(None)
+        if not interrupt.struck:
+            return
+        assert all(map(torch.equal, before, setting.model.parameters())), interrupt.struck
+        setting.optimizer.step()
+        setting.step(loss, None)
+        for _ in range(3):
+            setting.train()
+        resumed = setting.resume()
+        for run in (setting, resumed):
+            run.train()
+            run.train()
+        found = list(zip(setting.model.parameters(), resumed.model.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in found), interrupt.struck
+        setting.check()
+    raise AssertionError("no step has been taken as a whole")
+
+
+def test_a_round_reaches_a_sink_once_whatever_interrupts_it() -> None:
+    setting, seen = Setting(auto(adapt=STILL)), []
+
+    def sink(record: Any, _: Any) -> None:
+        seen.append(record.index)
+        if record.index in (1, 2):
+            raise KeyboardInterrupt if record.index == 1 else ValueError("of the sink's own")
+
+    setting.scheduler.add_sink(sink)
+    for _ in range(3):
+        setting.train()
+    setting.train(Interrupt(10**9))
+    setting.train()
+    with pytest.raises(ValueError, match="of the sink's own"):
+        setting.train()
+    for _ in range(2):
+        setting.train()
+    assert seen == [record.index for record in setting.scheduler.history] == [0, 1, 2, 3]
+    assert setting.scheduler.last_epoch == 8

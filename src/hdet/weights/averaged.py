@@ -207,12 +207,12 @@ def buffers_beside(parameters: Iterable[Tensor]) -> list[Tensor]:
     """
     wanted = {id(p): place for place, p in enumerate(parameters)}
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
-    found = {id(m) for m in modules if any(id(p) in wanted for p in m._parameters.values())}
+    found = {id(m) for m in modules if any(id(p) in wanted for p in m.parameters(recurse=False))}
     num_found = 0
     while len(found) > num_found:  # up to the roots: a module may have buffers and no parameters
         num_found = len(found)
-        found |= {id(m) for m in modules if any(id(child) in found for child in m._modules.values())}
-    inner = {id(child) for m in modules if id(m) in found for child in m._modules.values()}
+        found |= {id(m) for m in modules if any(id(child) in found for child in m.children())}
+    inner = {id(child) for m in modules if id(m) in found for child in m.children()}
     roots = [m for m in modules if id(m) in found and id(m) not in inner]
     roots.sort(key=lambda m: min(wanted.get(id(p), len(wanted)) for p in m.parameters()))
     return list({id(b): b for root in roots for b in root.buffers()}.values())

@@ -23,7 +23,7 @@ from hdet_lab.runs.folder import CONFIG, RunRecord
 
 PAGE = "report.html"
 # What does not make a run another configuration.
-NOT_CONFIGURATION = ("seed", "data", "checkpoint_s")
+NOT_CONFIGURATION = ("seed", "data", "checkpoint_s", "freeze_file")
 METHODS = {
     "fixed": ("fixed schedule", "the fixed schedule"),
     "paper": ("paper's controller", "the paper's controller"),

@@ -36,7 +36,7 @@ from hdet_lab.tasks.base import Task
 
 DAY_S = 86400.0
 # Where a run may differ from the one it continues: the data have a checksum.
-FREE_ON_RESUME = ("data", "checkpoint_s")
+FREE_ON_RESUME = ("data", "checkpoint_s", "freeze_file")
 _STATUS = {"done": 0, "diverged": 1, "stopped": 130}
 
 

@@ -120,12 +120,15 @@ class Settings(RunOptions):
     """Folder that holds the tasks' data."""
     checkpoint_s: float = 60.0
     """Seconds between checkpoints; they are written at ends of rounds."""
+    freeze_file: Path | None = None
+    """Once this file exists, the learned scale holds still, and training goes on."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types, ready for JSON."""
         own = {field.name for field in fields(Settings)}
         values = {key: value for key, value in asdict(self).items() if key in own}
-        return {**values, "data": str(self.data), "knobs": list(self.knobs)}
+        frozen = None if self.freeze_file is None else str(self.freeze_file)
+        return {**values, "data": str(self.data), "knobs": list(self.knobs), "freeze_file": frozen}
 
     def check(self) -> None:
         super().check()
@@ -134,6 +137,8 @@ class Settings(RunOptions):
         self.require("checkpoint_s", "a number >= 0", self.checkpoint_s >= 0)
         self.require("replicas", "an integer >= 1", self.replicas is None or self.replicas >= 1)
         self._check_knobs()
+        if self.freeze_file is not None and self.method == "fixed":
+            raise UsageError("--freeze-file needs a method that learns, but got --method fixed; leave it out")
 
     def resolve(self, task: Task, num_replicas: int) -> Settings:
         """The settings with every default filled in, checked against the task."""
@@ -181,7 +186,7 @@ def from_dict(values: Mapping[str, Any]) -> Settings:
     """The inverse of :meth:`Settings.as_dict`; UsageError where the values do not fit."""
     hints = get_type_hints(Settings)
     kinds = {field.name: hints[field.name] for field in fields(Settings)}
-    values = {"knobs": [], **values}  # older runs have none
+    values = {"knobs": [], "freeze_file": None, **values}  # older runs have none
     for name in (*kinds, *values):
         if name not in values:
             raise UsageError(f"the settings of a run must have {name}, but it is missing; start a new run")
@@ -193,7 +198,9 @@ def from_dict(values: Mapping[str, Any]) -> Settings:
                 f"{name} among the settings of a run must be of type {rule}, but got {shown(values[name])}; "
                 "start a new run"
             )
-    return Settings(**{**values, "data": Path(values["data"]), "knobs": tuple(values["knobs"])})
+    freeze_file = None if values["freeze_file"] is None else Path(values["freeze_file"])
+    typed = {"data": Path(values["data"]), "knobs": tuple(values["knobs"]), "freeze_file": freeze_file}
+    return Settings(**{**values, **typed})
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -271,17 +278,20 @@ def make_scheduler(
             enable_auto_lr=True,
             model=model,
             probe=probe,
+            faults=Faults(freeze_file=settings.freeze_file),
             ensemble=Ensemble(**differs),
         )
     plain = make_schedule(settings.schedule, optimizer, settings.lr, steps)
     if settings.method == "fixed":
         return plain
     common: dict[str, Any] = {"interval": interval, "total_steps": steps, "model": model, "probe": probe}
+    common["faults"] = Faults(freeze_file=settings.freeze_file)
     if settings.method == "paper":
         # What OneCycleAutoLR does, around another schedule.
         adapt = Adapt(controller=PaperController(), anchor="round", groups="each", _hold_share=0.0)
         apart = Ensemble(spread=settings.spread, **differs)
-        return AutoLR(plain, ensemble=apart, adapt=adapt, faults=Faults(max_rollbacks=0), **common)
+        common["faults"] = replace(common["faults"], max_rollbacks=0)
+        return AutoLR(plain, ensemble=apart, adapt=adapt, **common)
     chosen = optimizer if settings.schedule == "none" and settings.method == "gradient" else plain
     if settings.method == "loss" or settings.knobs:
         common["ensemble"] = Ensemble(spread=settings.spread if settings.method == "loss" else 0.0, **differs)
