@@ -1,7 +1,7 @@
 """``hdet demo``: a small GPT learns the source of Python's standard library, with AutoLR and with fixed learning rates.
 
 AutoLR with nothing set; then OneCycleLR at a good learning rate, and at one that is far too low. Two replicas, 500
-steps each, about two minutes on two cores.
+steps each.
 """
 
 from __future__ import annotations
