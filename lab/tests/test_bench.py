@@ -455,7 +455,6 @@ def test_the_command_runs_and_makes_pages(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(100)
 def test_workers_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "POLL_S", 0.1)
     options = ["--tasks", "quadratic", "--steps", "60", "--seeds", "0", "--methods", "dog", "prodigy"]

@@ -101,7 +101,7 @@ def test_ranks_with_other_arguments_are_named_under_torchrun(tmp_path: Path) -> 
         "interval = '20' if os.environ['RANK'] == '1' else '10'\n"
         "sys.exit(main(['doctor', '--json', '--interval', interval, '--timeout-s', '1000']))\n"
     )
-    done = torchrun(script, timeout_s=110)  # nobody waits for doctor's
+    done = torchrun(script, timeout_s=150)  # nobody waits for doctor's
     assert done.returncode != 0
     (line,) = done.stdout.splitlines()
     (problem,) = json.loads(line)["problems"]
@@ -132,7 +132,7 @@ TRIED = (
 
 def test_a_rank_is_killed_and_the_run_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found, problems = drill(2, timeout_s=60)
+    found, problems = drill(2, timeout_s=150)
     assert problems == []
     assert [found[name] for name in TRIED] == ["passed"] * 4
     assert list(tmp_path.iterdir()) == []
@@ -202,7 +202,7 @@ def _reports(names: list[str]) -> dict[str, Any]:
 def test_what_is_seen_in_a_model() -> None:
     names = ["_make_on_rank_0_only", "_make_as_wide_as_the_rank", "_make_zero", "_make_fully_sharded"]
     names += ["_make_with_everything", "_make_apart"]
-    reports = launch(_reports, 2, names, timeout_s=60)
+    reports = launch(_reports, 2, names, timeout_s=150)
     problems = {name: [report[name]["problems"] for report in reports] for name in names}
     for name, message in {
         "_make_on_rank_0_only": r"model=made on ranks \[0\], --model .* RuntimeError: no data here on ranks \[1\]",

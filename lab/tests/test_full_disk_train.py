@@ -39,7 +39,6 @@ def _train_command(folder: str, limit_at: int) -> tuple[int, str]:
     return status, said.getvalue()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("limit_at", [1, 2])
 def test_a_full_disk_ends_a_run_with_one_line_and_keeps_the_last_checkpoint(limit_at: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -57,7 +56,6 @@ def test_a_full_disk_ends_a_run_with_one_line_and_keeps_the_last_checkpoint(limi
         assert torch.load(folder / "checkpoint.pt", weights_only=True)["step"] == 4
 
 
-@pytest.mark.timeout(120)
 def test_a_full_disk_under_several_processes_is_one_line_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

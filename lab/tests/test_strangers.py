@@ -24,7 +24,7 @@ from hdet_lab.runs import folder as run_folder
 from hdet_lab.runs import rules
 from run_folders import entries, facts, write
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.slow
 
 
 def refused(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> str:

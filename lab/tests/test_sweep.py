@@ -152,7 +152,7 @@ def real(num_replicas: int) -> dict[str, Any]:
     if num_replicas == 1:
         with warnings.catch_warnings():
             return train_all(RUNS[1])
-    results: list[dict[str, Any]] = launch(train_all, num_replicas, RUNS[num_replicas], timeout_s=100)
+    results: list[dict[str, Any]] = launch(train_all, num_replicas, RUNS[num_replicas], timeout_s=150)
     return results[0]
 
 

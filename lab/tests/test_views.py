@@ -40,7 +40,7 @@ def _report_of_the_papers(folder: str) -> None:
 
 @pytest.mark.slow
 def test_report_of_the_papers_class(tmp_path: Path) -> None:
-    launch(_report_of_the_papers, 2, str(tmp_path), timeout_s=100)
+    launch(_report_of_the_papers, 2, str(tmp_path), timeout_s=150)
     _check_page((tmp_path / "out.html").read_text(), "OneCycleAutoLR")
 
 

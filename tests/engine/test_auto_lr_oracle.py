@@ -252,7 +252,7 @@ Run = list[dict[str, Any]]  # by replica, then by name
 @functools.cache
 def attempt(num_replicas: int) -> Run | Exception:
     try:
-        return launch(train_all, num_replicas, scenarios_for(num_replicas), timeout_s=100)
+        return launch(train_all, num_replicas, scenarios_for(num_replicas), timeout_s=150)
     except (RuntimeError, TimeoutError) as error:
         return error
 

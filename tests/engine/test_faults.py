@@ -106,7 +106,7 @@ def _dies(faults: list[Fault]) -> None:
 
 def test_a_kill_kills() -> None:
     with pytest.raises(ReplicaError) as caught:
-        launch(_dies, 2, [Fault("kill", 1, 1)], timeout_s=30)
+        launch(_dies, 2, [Fault("kill", 1, 1)], timeout_s=120)
     assert "the process ended without reporting an error" in caught.value.errors[1]
 
 

@@ -169,7 +169,7 @@ def attempt(num_replicas: int) -> Run | Exception:
     # One launch trains every scenario: starting processes costs more than training does. A failure is kept as well,
     # so that it is not repeated for every test.
     try:
-        return launch(train_all, num_replicas, scenarios_for(num_replicas), timeout_s=100)
+        return launch(train_all, num_replicas, scenarios_for(num_replicas), timeout_s=150)
     except (RuntimeError, TimeoutError) as error:
         return error
 

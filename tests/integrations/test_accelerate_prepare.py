@@ -109,7 +109,7 @@ def _on_two(kind: str, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", ["AutoLR", "OneCycleAutoLR", "AutoLR without an end"])
 def test_on_two_processes_a_step_for_each_of_them_is_refused(kind: str) -> None:
-    for said in launch(_on_two, 2, kind, {}, timeout_s=100):
+    for said in launch(_on_two, 2, kind, {}, timeout_s=150):
         assert said == (
             f"{kind.split()[0]} must be stepped once for each optimizer step, but after accelerator.prepare() it is "
             "stepped once for each process; step hdet.integrations.accelerate.HDETScheduler(accelerator, scheduler) "
@@ -119,7 +119,7 @@ def test_on_two_processes_a_step_for_each_of_them_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("options", [{"step_scheduler_with_optimizer": False}, {"split_batches": True}])
 def test_on_two_processes_it_works_as_the_error_says(options: dict[str, Any]) -> None:
-    found = launch(_on_two, 2, "AutoLR", options, timeout_s=100)
+    found = launch(_on_two, 2, "AutoLR", options, timeout_s=150)
     lrs, steps, scales = found[0]
     assert found[1] == found[0]
     assert (len(lrs), steps, len(scales)) == (STEPS, STEPS, NUM_ROUNDS)

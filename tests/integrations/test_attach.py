@@ -180,7 +180,7 @@ def _beside() -> tuple[list[int], list[float], float]:
 
 def test_accelerate_runs_an_explorer_and_leaves_the_schedule_to_the_user() -> None:
     pytest.importorskip("accelerate", reason="pip install 'hdet[accelerate]'")
-    for seen, values, lr in launch(_beside, 2, timeout_s=100):
+    for seen, values, lr in launch(_beside, 2, timeout_s=150):
         assert seen == [2, 4]
         assert len(set(values)) > 1
         assert lr == 0.05

@@ -190,7 +190,7 @@ def _replicas() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_replicas_with_compiled_models_and_steps() -> None:
-    for result in launch(_replicas, 2, timeout_s=80):
+    for result in launch(_replicas, 2, timeout_s=150):
         compiled, plain, counts = result["loss"]
         assert compiled == pytest.approx(plain, rel=1e-4)  # bias corrections are compiled in float32
         assert counts[WARM_UP:] == counts[WARM_UP - 1 : -1]

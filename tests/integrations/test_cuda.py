@@ -71,7 +71,7 @@ PACKAGES = {"accelerate": "accelerate", "lightning": "pytorch_lightning", "trans
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_framework_does_what_the_plain_loop_does(name: str, tmp_path: Path) -> None:
     pytest.importorskip(PACKAGES[name], reason=f"pip install 'hdet[{name}]'")
-    replicas = launch(_frameworks, 2, name, DEVICE, str(tmp_path), timeout_s=100)
+    replicas = launch(_frameworks, 2, name, DEVICE, str(tmp_path), timeout_s=150)
     for replica in replicas:
         assert len(replica["gradient"]["lrs"]) == task.STEPS
         task.check_same(replica["gradient"], replica["plain"]["gradient-2"])
@@ -120,7 +120,7 @@ def _sync_batch_norm() -> dict[str, Any]:
 
 
 def test_sync_batch_norm() -> None:
-    for result in launch(_sync_batch_norm, 2, timeout_s=60):
+    for result in launch(_sync_batch_norm, 2, timeout_s=150):
         for (lrs, got), (other_lrs, want) in zip(*result["gradient"], strict=True):
             assert lrs == pytest.approx(other_lrs, rel=1e-6)
             assert got == pytest.approx(want, rel=1e-6, abs=1e-8)  # its counts are float32
@@ -246,7 +246,7 @@ def _replayed_replicas() -> dict[str, Any]:
 
 def test_replicas_that_replay_graphs_converge() -> None:
     """The means, and the places on the line, are written where the graph reads."""
-    for result in launch(_replayed_replicas, 2, timeout_s=60):
+    for result in launch(_replayed_replicas, 2, timeout_s=150):
         _check_rows(result["rows"]["step"], result["rows"]["nothing"])
         assert result["scales"]["step"] == [pytest.approx(s, rel=1e-3) for s in result["scales"]["nothing"]]
         assert result["one model"]
@@ -325,7 +325,7 @@ def _elsewhere(model: nn.Module, device: str, x: Tensor) -> Tensor:
 
 
 def test_hybrid_sharding_trains_as_on_the_cpu() -> None:
-    for result in launch(_hsdp, 4, timeout_s=90):
+    for result in launch(_hsdp, 4, timeout_s=150):
         for name in ("loss", "gradient"):
             for (lrs, got), (other_lrs, want) in zip(result[f"{name}, {DEVICE}"], result[f"{name}, cpu"], strict=True):
                 assert lrs == pytest.approx(other_lrs, rel=1e-8)

@@ -166,7 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
-    return launch(_all, 2, str(folder), timeout_s=100)
+    return launch(_all, 2, str(folder), timeout_s=150)
 
 
 def _read(path: Path) -> list[float]:

@@ -60,5 +60,5 @@ def _train(names: dict[str, Any], block: str, batches: list[torch.Tensor]) -> No
 
 def test_the_blocks_run_in_order(tmp_path: Path) -> None:
     assert len(_blocks()) == 9
-    for result in launch(_run_blocks, 4, str(tmp_path / "checkpoint"), timeout_s=80):
+    for result in launch(_run_blocks, 4, str(tmp_path / "checkpoint"), timeout_s=150):
         assert result == ["AveragedModel", "dict"]

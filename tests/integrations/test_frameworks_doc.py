@@ -238,5 +238,5 @@ def _deepspeed_block(folder: str) -> tuple[int, int]:
 
 def test_the_deepspeed_block_runs(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="pip install deepspeed")
-    assert launch(_deepspeed_block, 1, str(tmp_path), timeout_s=60) == [(4, 4)]
+    assert launch(_deepspeed_block, 1, str(tmp_path), timeout_s=150) == [(4, 4)]
     assert (tmp_path / "latest").exists()

@@ -123,7 +123,6 @@ def _resumes(folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(100)
 def test_a_run_is_resumed_exactly_from_a_checkpoint_in_mid_round(tmp_path: Path) -> None:
     rows = launch(_resumes, 2, str(tmp_path))
     for row in rows:
@@ -143,7 +142,6 @@ def _refusals() -> list[str]:
     return said
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.filterwarnings("ignore")
 def test_the_first_version_of_fsdp_is_refused_in_words() -> None:
     for row in launch(_refusals, 2):

@@ -287,7 +287,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(_all, 4, str(tmp_path_factory.mktemp("hsdp")), timeout_s=100)
+    return launch(_all, 4, str(tmp_path_factory.mktemp("hsdp")), timeout_s=150)
 
 
 def _check(got: list[Any], want: list[Any]) -> None:

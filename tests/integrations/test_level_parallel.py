@@ -118,7 +118,7 @@ def _on_ranks(folder: str) -> dict[str, Any]:
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each rank found, by the number of ranks."""
     folder = str(tmp_path_factory.mktemp("level"))
-    return functools.cache(lambda num_ranks: launch(_on_ranks, num_ranks, folder, timeout_s=100))
+    return functools.cache(lambda num_ranks: launch(_on_ranks, num_ranks, folder, timeout_s=150))
 
 
 @pytest.mark.parametrize(("num_ranks", "kind"), [(num, kind) for num, kinds in KINDS.items() for kind in kinds])

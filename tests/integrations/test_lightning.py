@@ -328,7 +328,7 @@ def _finetune_on_two() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_basefinetuning_on_two_processes() -> None:
-    one, two = launch(_finetune_on_two, 2, timeout_s=100)
+    one, two = launch(_finetune_on_two, 2, timeout_s=150)
     assert one["lrs"] == two["lrs"]
     assert [len(lrs) for lrs in one["lrs"]][-1] == 2
     assert one["weights"] == two["weights"]
@@ -363,7 +363,7 @@ def _average_both() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_stochasticweightaveraging_takes_over_with_a_warning() -> None:
-    for replica in launch(_average_both, 2, timeout_s=100):
+    for replica in launch(_average_both, 2, timeout_s=150):
         for name, found in replica.items():
             assert len(found["said"]) == 1, name
             assert "ends at step 5: the Trainer's schedule is ['SWALR'] now, no longer AutoLR" in found["said"][0]

@@ -84,7 +84,7 @@ def test_workers_train_as_in_the_plain_loop(tmp_path: Path) -> None:
     import ray.train
     import ray.train.torch
 
-    expected = launch(_plain, 2, timeout_s=60)
+    expected = launch(_plain, 2, timeout_s=150)
     here = Path(__file__).parent
     paths = [str(here), str(here.parent / "support"), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(paths)}

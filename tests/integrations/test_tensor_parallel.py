@@ -101,7 +101,7 @@ def _spoil(run: Run, here: bool) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    return launch(_all, 4, timeout_s=100)
+    return launch(_all, 4, timeout_s=150)
 
 
 @pytest.mark.parametrize("name", FACES)

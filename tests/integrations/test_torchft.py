@@ -105,13 +105,13 @@ def _run(fail_at: int) -> dict[str, Any]:
 
 
 def test_replicas_train_as_in_the_plain_loop() -> None:
-    for replica in launch(_run, 2, -1, timeout_s=60):
+    for replica in launch(_run, 2, -1, timeout_s=150):
         assert replica["participants"] == [2] * task.STEPS
         task.check_same(replica, replica["plain"])
 
 
 def test_a_replica_that_comes_back_goes_on_where_the_other_is() -> None:
-    first, second = launch(_run, 2, FAILED_STEP, timeout_s=90)
+    first, second = launch(_run, 2, FAILED_STEP, timeout_s=150)
     assert 1 in first["participants"]
     assert first["participants"][-1] == second["participants"][-1] == 2
     assert first["last_epoch"] == second["last_epoch"] == len(first["lrs"]) == task.STEPS

@@ -72,7 +72,7 @@ def test_the_quickstart_on_several_processes(tmp_path: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     module = importlib.import_module("quickstart_ddp")
-    one, other = launch(module.train_ddp, 2, timeout_s=80)
+    one, other = launch(module.train_ddp, 2, timeout_s=150)
     assert one == other > 0
 
 

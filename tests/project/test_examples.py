@@ -30,7 +30,7 @@ def test_example(path: Path, tmp_path: Path) -> None:
     elif package == "ddp":  # one of them from the command line, in fresh interpreters
         done = _fresh(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path))
     else:
-        done = torchrun(path, folder=tmp_path, timeout_s=100, HF_HUB_OFFLINE="1")
+        done = torchrun(path, folder=tmp_path, timeout_s=150, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"learned scale \d", done.stdout)) == 1, done.stdout
 

@@ -64,7 +64,7 @@ def _train_replica(code: str) -> int:
 
 @pytest.mark.parametrize(("without", "num_rounds"), [("-", 1), ("+", 0)])
 def test_the_diff_of_the_papers_method_runs_on_two_processes(without: str, num_rounds: int) -> None:
-    assert launch(_train_replica, 2, _lines_of_diff(1, without), timeout_s=60) == [num_rounds] * 2
+    assert launch(_train_replica, 2, _lines_of_diff(1, without), timeout_s=150) == [num_rounds] * 2
 
 
 @pytest.mark.parametrize(

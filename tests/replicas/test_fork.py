@@ -125,7 +125,7 @@ def _forked(choice: str, broken: int, how: str, act: bool = True) -> dict[str, A
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_weight_that_differs_is_an_error_with_rank_and_parameter(num_ranks: int) -> None:
-    for found in launch(_forked, num_ranks, "raise", 1, "end", timeout_s=60):
+    for found in launch(_forked, num_ranks, "raise", 1, "end", timeout_s=150):
         others = "those of the lowest rank they compare with" if num_ranks == 2 else "the others'"
         text = f"the weights of rank 1 differ from {others} at step 8, first in 'module.2.weight'"
         assert text in found["error"]
@@ -134,13 +134,13 @@ def test_a_weight_that_differs_is_an_error_with_rank_and_parameter(num_ranks: in
 
 
 def test_it_is_found_before_a_checkpoint_is_saved() -> None:
-    for found in launch(_forked, 2, "raise", 0, "asked", timeout_s=60):
+    for found in launch(_forked, 2, "raise", 0, "asked", timeout_s=150):
         assert "the weights of rank 1 differ" in found["error"]  # of two nobody knows which
 
 
 def test_a_fork_is_repaired_from_those_who_agree() -> None:
     """Rank 0, which most do not agree with, receives theirs; a warning and the history name it."""
-    results = launch(_forked, 4, "repair", 0, "end", timeout_s=60)
+    results = launch(_forked, 4, "repair", 0, "end", timeout_s=150)
     for found in results:
         assert found["error"] == ""
         assert found["weights"] == results[1]["weights"]
@@ -156,7 +156,7 @@ def test_a_fork_is_repaired_from_those_who_agree() -> None:
 @pytest.mark.parametrize(("choice", "act"), [("warn", True), ("raise", False), ("repair", False)])
 def test_a_warning_comes_once_and_changes_nothing(choice: str, act: bool) -> None:
     """All that a scheduler does that only looks on."""
-    results = launch(_forked, 2, choice, 1, "end", act, timeout_s=60)
+    results = launch(_forked, 2, choice, 1, "end", act, timeout_s=150)
     for found in results:
         assert found["error"] == ""
         assert len([each for each in found["warnings"] if "differ" in each]) == 1
@@ -185,13 +185,13 @@ def _hsdp(choice: str) -> dict[str, Any]:
 
 
 def test_copies_of_a_shard_are_compared() -> None:
-    for found in launch(_hsdp, 4, "raise", timeout_s=90):
+    for found in launch(_hsdp, 4, "raise", timeout_s=150):
         assert "the weights of rank 3 differ" in found["error"]
         assert "at step 8, first in '0.weight'" in found["error"]
 
 
 def test_a_shard_is_repaired_from_its_copy() -> None:
-    results = launch(_hsdp, 4, "repair", timeout_s=90)
+    results = launch(_hsdp, 4, "repair", timeout_s=150)
     for rank, found in enumerate(results):
         assert found["error"] == ""
         assert len(found["warned"]) == 1
@@ -223,7 +223,7 @@ def _shards_alone() -> dict[str, Any]:
 
 
 def test_what_shards_have_in_common_is_compared() -> None:
-    for found in launch(_shards_alone, 2, timeout_s=60):
+    for found in launch(_shards_alone, 2, timeout_s=150):
         assert found["all sharded"] == ""
         assert "the weights of rank 1 differ" in found["one whole"]
         assert "first in '2.bias'" in found["one whole"]
@@ -265,7 +265,7 @@ def _healthy() -> list[str]:
 
 
 def test_no_fork_where_there_is_none() -> None:
-    for found in launch(_healthy, 2, timeout_s=60):
+    for found in launch(_healthy, 2, timeout_s=150):
         assert found == [""] * 6
 
 

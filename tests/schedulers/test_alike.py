@@ -16,8 +16,6 @@ from hdet import AutoLR, Ensemble, Explorer, OneCycleAutoLR
 from hdet.ensemble.knobs import LearningRate
 from job import error, launch
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def _model() -> nn.Module:
     torch.manual_seed(0)

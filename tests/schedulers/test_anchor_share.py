@@ -194,7 +194,7 @@ def _meshes(folder: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_shards_hold_their_part_of_the_same_entries(tmp_path: Path) -> None:
     """On every mesh the run is that of the whole model, and so is one that goes on upon another mesh."""
-    for found in launch(_meshes, 4, str(tmp_path), timeout_s=100):
+    for found in launch(_meshes, 4, str(tmp_path), timeout_s=150):
         expected = found["runs"]["whole"]
         assert len(set(expected)) > 5
         for lrs in (*found["runs"].values(), *found["resumed"].values()):

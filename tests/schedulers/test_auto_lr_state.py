@@ -156,7 +156,7 @@ def _from_rank_0(value: str) -> str:
 @pytest.fixture(scope="module")
 def resumes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     folder = str(tmp_path_factory.mktemp("resumes"))
-    return {1: [_resume(folder)], 2: launch(_resume, 2, folder, timeout_s=100)}
+    return {1: [_resume(folder)], 2: launch(_resume, 2, folder, timeout_s=150)}
 
 
 @pytest.mark.parametrize(
@@ -509,7 +509,7 @@ def _several(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return launch(_several, 2, str(tmp_path_factory.mktemp("several")), timeout_s=100)
+    return launch(_several, 2, str(tmp_path_factory.mktemp("several")), timeout_s=150)
 
 
 def test_a_broken_round_is_undone_on_every_replica(several: list[dict[str, Any]]) -> None:

@@ -248,7 +248,7 @@ def _ends() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ends() -> dict[int, list[dict[str, Any]]]:
-    return OnDemand(lambda n: launch(_ends, n, timeout_s=100))
+    return OnDemand(lambda n: launch(_ends, n, timeout_s=150))
 
 
 @cases(END_CASES)
@@ -430,7 +430,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def resumes(folder: str) -> dict[int, list[dict[str, Any]]]:
-    return OnDemand(lambda n: launch(_resume_all, n, folder, timeout_s=100))
+    return OnDemand(lambda n: launch(_resume_all, n, folder, timeout_s=150))
 
 
 @cases(RESUME_CASES)
@@ -763,7 +763,7 @@ def _replicas(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def replicas(folder: str) -> dict[int, list[dict[str, Any]]]:
-    return OnDemand(lambda n: launch(_replicas, n, folder, timeout_s=100))
+    return OnDemand(lambda n: launch(_replicas, n, folder, timeout_s=150))
 
 
 @cases([(2, "ddp"), (4, "ddp"), (2, "ddp, momentum")])

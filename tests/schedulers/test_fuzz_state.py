@@ -36,6 +36,6 @@ def test_a_state_as_it_was_is_loaded(alone: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_on_replicas_that_are_apart() -> None:
-    for counts in launch(fuzz_state.fuzz_apart, 2, [], 60, 3, timeout_s=100):
+    for counts in launch(fuzz_state.fuzz_apart, 2, [], 60, 3, timeout_s=150):
         assert counts["refused"] > 27
         assert counts["loaded"] > 4

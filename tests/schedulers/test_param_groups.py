@@ -294,7 +294,7 @@ def _frozen_too_early() -> list[str]:
 
 
 def test_gradients_that_ddp_does_not_average_are_warned_of() -> None:
-    for said in launch(_frozen_too_early, 2, timeout_s=100):
+    for said in launch(_frozen_too_early, 2, timeout_s=150):
         assert len(said) == 1
         assert "averages the gradients of 2 tensors, but 4 are trained" in said[0]
 

@@ -537,7 +537,7 @@ Saw = Callable[[int], list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def saw() -> Saw:
     """By row: what each of the replicas saw."""
-    results = launch(_all_rows, NUM_REPLICAS, timeout_s=100)
+    results = launch(_all_rows, NUM_REPLICAS, timeout_s=150)
 
     def of(number: int) -> list[dict[str, Any]]:
         rows = [result[number] for result in results]

@@ -276,7 +276,6 @@ def _slopes_of_ranks(kind: str) -> list[float]:
     return [held_out.loss, held_out.slope, held_out.z, decay.slope, decay.base]
 
 
-@pytest.mark.timeout(100)
 def test_parallel_training_reads_the_same() -> None:
     found = {kind: launch(_slopes_of_ranks, 2, kind) for kind in ("ddp", "fsdp")}
     for rows in found.values():

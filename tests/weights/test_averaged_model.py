@@ -107,7 +107,7 @@ def _spoil(model: nn.Module) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return launch(_averages, 2, timeout_s=60)
+    return launch(_averages, 2, timeout_s=150)
 
 
 @pytest.mark.parametrize("kind", KINDS)
