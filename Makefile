@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all quick browser lint types format bench soak matrix docs clean
+.PHONY: demo test test-all quick browser lint types format bench soak matrix oldest docs clean
 
 .venv/.demo: pyproject.toml lab/pyproject.toml
 	@echo "Setting up .venv: torch and the packages of the demo, about a minute."
@@ -63,6 +63,14 @@ soak: .venv/.ready
 # The wheel, without extras, on every Python of this machine; TORCH_EACH=torch==... installs torch on each.
 matrix: .venv/.ready
 	TORCH="$(TORCH_EACH)" tools/matrix.sh
+
+# The core's tests on the oldest torch that is promised; OLDEST=torch==2.8.0 for another.
+OLDEST ?= torch==2.6.0
+CORE := policy controllers schedulers golden engine signals weights knobs replicas
+oldest:
+	$(PYTHON) -m venv .venv/oldest
+	.venv/oldest/bin/pip install --quiet --disable-pip-version-check "$(OLDEST)" "numpy<2" -e ".[test]"
+	PYTHONPATH=lab/src .venv/oldest/bin/python -m pytest -n 2 --dist loadfile -m "not slow" $(addprefix tests/,$(CORE))
 
 docs: .venv/.ready
 	$(PIP) -e ".[docs]"

@@ -56,7 +56,6 @@ class Scheduler:
     """For an error: what to do instead of writing learning rates."""
     optimizer: Optimizer
     last_epoch: int
-    _is_initial = False
     _knows_caller = False
     _checks: LoopChecks
 
@@ -73,9 +72,6 @@ class Scheduler:
             loss: this rank's loss of the step, as a number or a one-element float tensor on any device. It is not read
                 before the round ends. Optional where :meth:`observe` is used, or where nothing is learned from losses.
         """
-        if self._is_initial:
-            super().step()  # type: ignore[misc] # torch takes it, to set up the schedule that this is
-            return
         run, schedule = self._run, self._schedule
         if not self._knows_caller:
             self._refuse_repeats()

@@ -23,14 +23,17 @@ from hdet.ensemble.options import Ensemble
 from hdet.options import Adapt, Copies, Faults
 from hdet.plan import Plan
 from hdet.run import LearningRates, Run
-from hdet.schedule import LRS, MAX_LR, MOMENTA, check_one_cycle_state, follow_momentum, with_groups
+from hdet.schedule import LRS, MAX_LR, MOMENTA, check_one_cycle_state, follow_momentum, with_groups, write_lr
 from hdet.scheduler import STATE_VERSION, Scheduler, cannot_load, check_version, refuse_second
 from hdet.signals.held_out import Probe
 
 DecayKind = Literal["schedule", "floor", "printed"]
 
-_TORCHS = tuple(inspect.signature(OneCycleLR).parameters)
-"""Arguments of OneCycleLR."""
+_TORCHS = tuple(name for name in inspect.signature(OneCycleLR).parameters if name != "verbose")
+"""Arguments of OneCycleLR; the one left out is deprecated, and in old versions of torch alone."""
+
+_HAS_UPDATE_LR = hasattr(OneCycleLR, "_update_lr")
+"""Since torch 2.9 every way of moving a schedule comes through that method."""
 
 AGREED = (
     "ensemble_lr_spread_ratio", "model_sync_interval", "auto_lr_warmup_steps", "enable_auto_lr", "loss_scale",
@@ -187,15 +190,25 @@ class OneCycleAutoLR(Scheduler, OneCycleLR):
         lrs = self._torch_lrs(self.last_epoch) if self._schedule_lrs is None else self._schedule_lrs
         return list(lrs) if self._run is None else self._run.lrs.scaled(lrs)
 
-    def _update_lr(self, epoch: int | None = None) -> None:
-        """Take the schedule to a step, the next one by default, and write the learning rates.
+    def _initial_step(self) -> None:
+        """Torch's first step, when it constructs the schedule and when SequentialLR begins with it."""
+        self._step_count = 0
+        self._advance()
 
-        Every way that torch has of moving a schedule comes through here.
-        """
+    def _old_step(self) -> None:
+        """Torch's own step, where it does not call :meth:`_update_lr`."""
+        OneCycleLR.step(self)
+        self._update_lr(self.last_epoch)
+
+    _advance = OneCycleLR.step if _HAS_UPDATE_LR else _old_step
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        """Take the schedule to a step, the next one by default, and write the learning rates."""
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         if self._run is None:
             self._schedule_lrs = self._own_lrs()
-            super()._update_lr(self.last_epoch)
+            groups = self.optimizer.param_groups
+            self._last_lr = [write_lr(group, lr) for group, lr in zip(groups, self._schedule_lrs, strict=True)]
             return
         decay = self._decay
         if self._run.lrs.joined or decay.kind != "schedule":
@@ -246,7 +259,7 @@ class OneCycleAutoLR(Scheduler, OneCycleLR):
 
     def _look_closer(self, step: int) -> None:
         if step > self.total_steps:
-            OneCycleLR.step(self)  # raises
+            self._advance()  # raises
         self._take_up_new_groups()
         if self._run.active and self._schedule_lrs is not None:  # else it is OneCycleLR, which overwrites all
             self._refuse_foreign_lr(wait=self._run.policy.is_due(step))
@@ -330,7 +343,10 @@ class OneCycle:
 
     @property
     def step(self) -> int:
-        return self._scheduler.last_epoch  # SequentialLR moves it
+        step = self._scheduler.last_epoch  # SequentialLR moves it
+        if step < 0 and not _HAS_UPDATE_LR:
+            raise RuntimeError("OneCycleAutoLR as a later part of SequentialLR needs torch 2.9 or newer; put it first")
+        return step
 
     @property
     def first_lr(self) -> float:
@@ -340,7 +356,7 @@ class OneCycle:
         pass  # it counts its own steps
 
     def advance(self, lrs: LearningRates) -> bool:
-        OneCycleLR.step(self._scheduler)  # writes the learning rates
+        self._scheduler._advance()
         return False
 
 

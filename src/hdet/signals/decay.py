@@ -170,7 +170,7 @@ def is_coupled(optimizer: Optimizer) -> bool:
         )
     if isinstance(optimizer, SGD):
         return True
-    beside = isinstance(optimizer, (AdamW, torch.optim.Muon)) or all(
+    beside = isinstance(optimizer, (AdamW, getattr(torch.optim, "Muon", AdamW))) or all(
         group.get("decoupled_weight_decay", False) for group in optimizer.param_groups
     )
     if not beside and type(optimizer).__module__.startswith("torch.optim"):

@@ -62,7 +62,7 @@ class _Training:
             for p in self.model.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator))
         groups = [{"params": list(layer.parameters())} for layer in (self.model[0], self.model[2])]
-        self.optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        self.optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
         self.replicas = Replicas(None)
         self.losses: list[float] = []
         self.step = 0
