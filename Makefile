@@ -27,8 +27,11 @@ demo: .venv/.demo
 test: .venv/.ready
 	@$(MAKE) --no-print-directory -j 3 lint types quick
 
+# And what decides and steps once more without assertions, which no code may rely on.
 test-all: .venv/.ready browser
 	$(PYTEST) -m slow
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -O -m pytest -n 2 --dist loadfile -m "not slow" -W ignore::pytest.PytestConfigWarning \
+	  tests/policy tests/controllers tests/schedulers
 
 # In the order of the folders: files with few tests, which xdist would leave for the end, are among the longest.
 # Many processes import the package and its tests, which are compiled once, whatever the environment says.
