@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import time
 import warnings
@@ -38,7 +39,7 @@ from hdet_lab.recipes import make_schedule
 from hdet_lab.runs import provenance
 from hdet_lab.tasks import load_task
 
-NUM_EVALUATIONS = 20
+NUM_EVALUATIONS = int(os.environ.get("NUM_EVALUATIONS", "20"))
 TASKS = ("tabular", "tabular-regression", "pictures-500", "pictures-2000", "gpt")
 STEERED = ("autolr, evaluated", "autolr, best", "plateau:0.001")
 """Runs that evaluations change: one for each half."""

@@ -113,10 +113,11 @@ class AutoLR:
         e = elasticity(b, fall, fall_error)
         progress, cost, late_slope, late_z, jump = look_back(self.rounds)
         dtau = min(math.log(step / max(step - num, 1)), 0.7)  # moves go by the logarithm of the time
-        # Optimism: noise is a cost that the decay will remove, so z up to z0 is not held against a rise, less so late
-        # in the run. Progress has to earn it.
+        # Optimism, earned by progress: noise is a cost that the decay will remove, so z up to z0 speaks against none.
         z0 = 2.5 - 1.5 * done
-        rise = 2 * dtau * clip((z0 - z) / z0) * clip((progress - 3) / 7)
+        # Adam may remember large first gradients for long: doublings of an update to 0.8%, once the loss has fallen.
+        small = math.log2(0.008 / max(update, 1e-300)) if fall > 10 * fall_error else 0.0
+        rise = min(max(small, 2), 6) * dtau * max(clip((z0 - z) / z0), clip(small - 1)) * clip((progress - 3) / 7)
         supported = z < -2 and e < 0
         if supported and (z < -4 or progress >= 3):
             rise += 2 * dtau * math.log((1 + e / 2) / (1 + e))  # how many times too short the path is, on a parabola

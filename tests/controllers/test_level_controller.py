@@ -59,7 +59,13 @@ class SlowKnob:
         q, cost, late, z_late, jump, enough = self._look_back()
         first, last = self.controller.optimism
         z0 = (first + last) / 2 if evidence.progress is None else first + (last - first) * min(evidence.progress, 1)
-        rise = self.controller.pace * evidence.elapsed * clip((z0 - z) / z0) * clip((q - 3) / 7)
+        pace, doubted = self.controller.pace, clip((z0 - z) / z0)
+        has_learned = losses and evidence.start and evidence.start[0] - mean(losses) > 10 * evidence.start[1]
+        if evidence.update is not None and self.controller.max_update is not None and has_learned:
+            times = self.controller.max_update[0] / max(evidence.update, 1e-300)
+            pace *= 1 if times < 4 else 3 if times > 64 else math.log(times, 4)
+            doubted = max(doubted, clip(math.log2(times) - 1))
+        rise = pace * evidence.elapsed * doubted * clip((q - 3) / 7)
         asks = z < -2 and e < 0
         if asks and (z < -4 or q >= 3):
             rise += 2 * evidence.elapsed * math.log((1 + e / 2) / (1 + e))
@@ -215,7 +221,8 @@ class Run:
 
     def __init__(
         self, loss: Callable[[int], float], slope: Callable[[int], float] = lambda step: 0.0, num_rounds: int = 100, *,
-        error: float = 0.05, noise: float = 0.05, seed: int = 0, unit: float = 10.0, **controller: Any,
+        error: float = 0.05, noise: float = 0.05, seed: int = 0, unit: float = 10.0, shrink: float = 1.0,
+        **controller: Any,
     ) -> None:  # fmt: skip
         rng, total = np.random.default_rng(seed), T * num_rounds
         steering = Steering(
@@ -231,7 +238,8 @@ class Run:
             rate = float(steering.effective[0])
             seen = Seen(
                 step, np.array([loss(step) + noise * rng.normal() / math.sqrt(policy.num_steps(step))]),
-                np.ones(1, dtype=bool), rate=rate, sizes=Sizes(10.0, unit * rate, 1.0, 100.0),
+                np.ones(1, dtype=bool), rate=rate,
+                sizes=Sizes(10.0, unit * rate * (shrink if level.done else 1.0), 1.0, 100.0),
                 slopes=(np.array([slope(step) + error * rng.normal()]), np.array([error])),
             )  # fmt: skip
             if "progress" in (looked := policy.end_round(seen).control):
@@ -253,6 +261,28 @@ def test_noise_alone_never_raises_it() -> None:
         assert run.end <= 1.0
         assert run.scales.min() > LOWEST_RISING * math.exp(-0.2)
     assert LOWEST * math.exp(-0.2) < np.median([run.end for run in runs]) < LOWEST * 1.1
+
+
+@pytest.mark.parametrize("num_rounds", [40, 120])
+def test_noise_does_not_raise_it_where_updates_are_small_either(num_rounds: int) -> None:
+    for seed in range(20):
+        run = Run(lambda step: 2.0, num_rounds=num_rounds, seed=seed, error=(0.005, 0.1)[seed % 2], shrink=0.02)
+        assert run.scales.max() <= 1.1
+        assert run.end < 0.4
+
+
+def test_it_rises_faster_where_updates_have_become_small() -> None:
+    """As with Adam, whose second moments remember large first gradients; the bound on updates is as before."""
+
+    def steady(step: int) -> float:
+        return 2 - 0.3 * math.log(step)
+
+    usual, small, smaller = (Run(steady, num_rounds=200, noise=0.01, shrink=shrink) for shrink in (0.5, 0.1, 0.01))
+    against = Run(steady, lambda step: 0.05, num_rounds=200, noise=0.01, error=0.01, shrink=0.1)
+    assert usual.end < small.end < smaller.end
+    assert small.end * 0.1 * 0.02 / 3 < 0.02
+    assert math.log(smaller.end) < 3 * 2 * math.log(2000 / 120)
+    assert against.end > 2  # where z > 0 would hold a larger update back
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])

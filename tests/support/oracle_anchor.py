@@ -251,7 +251,12 @@ class Evidence:
         q, cost = past.get("progress", 0.0), past.get("cost", 0.0)
         e = self.elasticity(self.smoothed(self.slopes), shown)
         z0 = 2.5 - 1.5 * min(shown.progress, 1.0)
-        moves = [s.pace * shown.elapsed * between(z0 - z, 0, z0) * between(q, 3, 10)]
+        pace, unopposed = s.pace, between(z0 - z, 0, z0)
+        has_learned = shown.start is not None and shown.start[0] - shown.loss > 10 * shown.start[1]
+        if s.max_update is not None and shown.update is not None and has_learned:
+            doublings = math.log(s.max_update[0] / max(shown.update, 1e-300)) / math.log(2)
+            pace, unopposed = pace * float(np.clip(doublings / 2, 1, 3)), max(unopposed, between(doublings, 1, 2))
+        moves = [pace * shown.elapsed * unopposed * between(q, 3, 10)]
         asked_for = z < -2 and e < 0
         if asked_for and (z < -4 or q >= 3):
             moves[0] += 2 * shown.elapsed * math.log((1 + e / 2) / (1 + e))

@@ -37,6 +37,9 @@ MAX_RISE, MAX_FALL = 0.3, 0.2
 """Of the logarithm, in one round."""
 STANDSTILL, STANDSTILL_FALL = 1.0, 0.1
 """Standard errors of progress below which the loss stands still; and the fall in a round then."""
+FASTEST, LEARNED = 3.0, 10.0
+"""Times the pace, where updates have become far smaller than the first bound on them; and the standard errors of the
+fall since the start that this takes."""
 WIDENING = (0.1, 0.7)
 """Shares of the time in which the knob may move: between them the bound on updates goes from its first value to its
 last one. Damage of the first steps stays, and later ones may be larger."""
@@ -127,7 +130,10 @@ class LevelController:
     .. math:: \log s \leftarrow \log s + d\tau \left( c \,\mathrm{clip}\!\left(\frac{z_0 - z}{z_0}, 0, 1\right)
         \mathrm{clip}\!\left(\frac{q - 3}{7}, 0, 1\right) + 2 \log \frac{1 + e/2}{1 + e} [z < -2] \right) \quad (17)
 
-    The first part is optimism, which progress has to earn; the second is the slope's. Where e is below -0.8 with
+    The first part is optimism, which progress has to earn; the second is the slope's. Updates may become far smaller
+    than those of the first level, as where Adam remembers large first gradients for a thousand steps. With h the number
+    of times that an update has to be doubled to reach the first ``max_update``, c is multiplied by h / 2, between 1 and
+    3, and the clipped share of z is at least h - 1; where P is ten of its standard errors. Where e is below -0.8 with
     certainty, the loss is linear along the whole way and the logarithm of the rate may grow by up to 0.3 a round.
     Rises fade out as the relative size of an update reaches ``max_update``, which grows along the run, and as b over
     the gain of the run (how far the loss falls while the time since the start grows e-fold) goes from 0.3 to 0.6.
@@ -206,7 +212,12 @@ class LevelController:
         done = 0.5 if evidence.progress is None else min(evidence.progress, 1.0)
         optimism = first + (last - first) * done
         earned = _clip((trail.progress - EARNED[0]) / (EARNED[1] - EARNED[0]))
-        rise = self.pace * evidence.elapsed * _clip((optimism - z) / optimism) * earned
+        pace, is_open = self.pace, _clip((optimism - z) / optimism)
+        if self.max_update is not None and evidence.update is not None and _fall(evidence) > LEARNED:
+            halvings = math.log2(self.max_update[0] / max(evidence.update, 1e-300))
+            pace *= min(max(halvings / 2, 1.0), FASTEST)
+            is_open = max(is_open, _clip(halvings - 1))
+        rise = pace * evidence.elapsed * is_open * earned
         supported = z < -SURE and e < 0
         if supported and (z < -VERY_SURE or trail.progress >= EARNED[0]):
             rise -= SLOPE_GAIN * _excess(e) * evidence.elapsed
@@ -254,6 +265,15 @@ def _elasticity(slope: FloatArray, evidence: Evidence) -> FloatArray:
         down = slope / np.maximum(np.maximum(fall - DOUBT * error, np.abs(slope)), 1e-300)
         up = slope / max(fall, error, 1e-300)
         return np.clip(np.where(slope < 0, down, up), -0.98, 10.0)
+
+
+def _fall(evidence: Evidence) -> float:
+    """Of the loss since the start, in standard errors."""
+    losses = evidence.losses[np.isfinite(evidence.losses)]
+    if evidence.start is None or not len(losses):
+        return 0.0
+    first, noise = evidence.start
+    return (first - float(losses.mean())) / max(noise, 1e-300)
 
 
 def _followed(state: LevelState, slope: FloatArray, losses: FloatArray) -> LevelState:
