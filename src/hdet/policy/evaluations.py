@@ -12,9 +12,6 @@ SURE = 2.0
 """Standard errors by which the last evaluations are above the best ones."""
 WINDOW_SHARE, MIN_WINDOW = 4, 2
 """The last quarter of the evaluations is compared with the best of as many in a row; of two at least."""
-MIN_NUM, FEW = 3, (0.5, 0.05)
-"""Evaluations before anything is said; and what the last must have risen by while there are fewer than five: a share of
-the fall before, and of the lowest."""
 SMALLEST_NOISE = 0.005
 """Of the best mean: no evaluation is taken to be more exact."""
 LARGEST = 1e100
@@ -79,16 +76,12 @@ class Evaluations:
 def have_turned(losses: Sequence[float]) -> bool:
     """Whether the last quarter is above the best stretch of the same length, beyond the noise of evaluations.
 
-    Of three or four, whose noise is not known, the last must have undone half of the fall, and be 5% above the lowest.
     Losses that were never below the first one have not turned: they are of a metric that should rise, or too few.
     """
     num = len(losses)
     window = max(num // WINDOW_SHARE, MIN_WINDOW)
     if num < 2 * window + 1:
-        if num < MIN_NUM:
-            return False
-        fall = losses[0] - (lowest := min(losses))
-        return fall > 0 and losses[-1] - lowest > max(FEW[0] * fall, FEW[1] * abs(lowest))
+        return False
     earlier, late = losses[:-window], losses[-window:]
     lowest = min(earlier)
     if lowest >= losses[0] or min(late) <= lowest:

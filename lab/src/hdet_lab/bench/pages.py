@@ -46,7 +46,7 @@ The aims are meant for tasks that were never looked at (half C), of which there 
 looked at on every task here, half B too; defaults of rivals were chosen on half A alone. So the figures describe these
 tasks, and judge nothing about others."""
 _JUDGED = """\
-Half C was run once, with code that had never been tried on it, and nothing was changed afterwards; its tasks were
+Half C was run once, with code that had never been tried on it; its tasks were
 designed by looking at fixed learning rates alone. AutoLR's settings were looked at on halves A and B; defaults of
 rivals were chosen on half A."""
 _READING = """\
@@ -111,7 +111,7 @@ def render(records: Sequence[Record], why: str = "", current: Collection[str] = 
 def marked(label: str, method: str, tasks: Iterable[TaskSummary], current: Collection[str]) -> str:
     """The label, with a mark where some runs are of an earlier version of AutoLR."""
     records = [task.record for task in tasks if method in task.excess]
-    return label if all(is_current(method, record.facts, current) for record in records) else f"{label} {MARK}"
+    return label if all(is_current(method, record.facts, current) for record in records) else f"{label}{MARK}"
 
 
 def footnote(lines: Sequence[str]) -> list[str]:
