@@ -1,11 +1,9 @@
 """AutoLR for one model, slow and in one file: read it from top to bottom to learn the method.
 
-It is used like ``hdet.AutoLR(optimizer, total_steps=N)``, and tests hold the two equal, step by step. In each step
-
-    learning rate = schedule x warm-up x level x scale
-
-Schedule and warm-up are known beforehand. The *level* follows from the size of the first updates (Eq. 16). The *scale*
-starts at 1, and moves after each round of T steps by what rounds have shown (Eq. 17). Broken rounds are undone.
+It is used like ``hdet.AutoLR(optimizer, total_steps=N)``, and tests hold the two equal, step by step. In each step the
+learning rate is schedule x warm-up x level x scale. Schedule and warm-up are known beforehand. The *level* follows from
+the size of the first updates (Eq. 16). The *scale* starts at 1, and moves after each round of T steps by what rounds
+have shown (Eq. 17). Broken rounds are undone.
 
 Left out: schedules of the user's own, runs of unknown length, replicas, checkpoints, buffers in a rollback, a limit on
 rollbacks, weights that never move; and models above ten million parameters, of which the library samples a share.
@@ -15,20 +13,18 @@ from __future__ import annotations
 
 import copy
 import math
-from itertools import pairwise
 from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torch.optim import Optimizer
 
 
 class AutoLR:
     """What is measured in a step, and what happens at the end of a round."""
 
-    def __init__(self, optimizer: Optimizer, total_steps: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, total_steps: int) -> None:
         self.optimizer, self.total_steps, self.num_steps = optimizer, total_steps, 0
         self.parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
         # The learning rates that were given say how param groups compare, and nothing else.
@@ -186,6 +182,10 @@ def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, f
     if (num := len(rounds) // stride) < 8:
         return 2.0, 0.0, 0.0, 0.0, 0.0  # neither progress nor a standstill
     slopes, _, losses = torch.tensor(rounds[: num * stride], dtype=torch.float64).view(num, stride, 3).mean(1).T
+    # A batch of outliers is no rise of the loss: no row counts as more than some five deviations above those around it.
+    usual = losses.unfold(0, 5, 1).median(1).values[(torch.arange(num) - 2).clamp(0, num - 5)]
+    bends = losses[num // 2 :].diff(2).abs()
+    losses = losses.minimum(usual + 3 * (1 + 4 / len(bends)) * bends.quantile(0.5))
     half, late, slopes = losses[int(0.375 * num) : num // 2], losses[int(0.75 * num) :], slopes[int(0.75 * num) :]
     # Noise is what a trend does not explain of three losses in a row; few of them tell little.
     bends = losses[num // 2 :].diff(2).square() / 6
@@ -220,31 +220,31 @@ class Guard:
         self.num_lost = self.num_strikes = 0
 
     def is_broken(self, loss: float) -> bool:
-        broken = not math.isfinite(loss) or loss > self.limit()
-        if not broken:
-            # Back near the first loss for 16 steps, all is lost; for fewer, momentum may have carried it there.
-            progress = self.first - self.lowest
-            is_lost = progress > 10 * self.noise and loss > self.first - 0.1 * progress
-            self.num_lost = self.num_lost + 1 if is_lost else 0
-            broken = self.num_lost >= self.max_lost
-        self.num_strikes = self.num_strikes + 1 if broken else 0
-        if self.num_strikes > 3 and math.isfinite(loss):  # going back does not help: the data have changed
-            self.expect(loss, math.nan, loss)
-        elif not broken and not self.num_lost:
+        # Up for fewer than 16 steps, momentum may have carried it there, or a batch of outliers.
+        progress = self.first - self.lowest
+        is_lost = progress > 10 * self.noise and loss > self.first - 0.1 * progress
+        is_up = is_lost or (bool(self.recent) and loss > self.limit())
+        broken = not math.isfinite(loss) or (is_up and self.num_lost + 1 >= self.max_lost)
+        if broken:
+            self.num_strikes += 1
+        elif is_up:
+            self.num_lost += 1
+        else:
+            self.num_strikes = self.num_lost = 0
             self.recent = [*self.recent, loss][-16:]
             self.lowest = min(self.lowest, median(self.recent[-5:])) if len(self.recent) > 1 else math.inf
-        return self.num_strikes > 0
+        if self.num_strikes > 3 and math.isfinite(loss):  # going back does not help: the data have changed
+            self.expect(loss, math.nan, loss)
+        return broken and self.num_strikes > 0
 
     def limit(self) -> float:
         """A loss above has jumped."""
-        if not self.recent:
-            return math.inf
         usual, lowest = median(self.recent[-5:]), min(self.recent)
         size = max(abs(usual), abs(self.first))
         if len(self.recent) < 5:  # too few to know what is usual
             room = max(0.35 * (self.first - lowest), 2.5 * self.noise)
             return usual + 2 * size if math.isnan(self.noise) else lowest + room
-        steps = [b - a for a, b in pairwise(self.recent)]
+        steps = [b - a for a, b in zip(self.recent, self.recent[1:], strict=False)]
         trend = median(steps)  # a loss that falls fast must not hide one that jumps
         sigma = math.sqrt(sum((step - trend) ** 2 for step in steps) / (len(steps) - 1))
         return usual + max(0.1 * (self.first - usual), 5 * (1 + 4 / len(steps)) * sigma, 1e-3 * size)

@@ -95,7 +95,7 @@ def test_by_default_too(kind: str) -> None:
 
 
 HARD: dict[str, tuple[str, int, float, Change]] = {
-    "losses that jump": ("adamw", 120, 0.3, lambda step, x, y: (x, y + 1000 * (step in (60, 97)))),
+    "batches of outliers": ("adamw", 120, 0.3, lambda step, x, y: (x, y + 1000 * (step in (60, 97)))),
     "weights that are not finite": ("momentum", 60, 0.3, lambda step, x, y: (x * (math.nan if step == 30 else 1), y)),
     "data that change": ("adamw", 160, 0.3, lambda step, x, y: (x, y + 6 * (step >= 80))),
     "a loss that rises": ("sgd", 200, 3.0, lambda step, x, y: (x, y * (1 + step / 20))),
@@ -103,7 +103,7 @@ HARD: dict[str, tuple[str, int, float, Change]] = {
     "far from the target": ("sgd", 120, 0.3, lambda step, x, y: (x, y + 300)),
     "gradients far above a sign": ("adamw", 120, 0.3, lambda step, x, y: (x, y + 300)),
 }
-ROLLBACKS = {"losses that jump": 2, "weights that are not finite": 1, "data that change": 3}
+ROLLBACKS = {"weights that are not finite": 1, "data that change": 3}
 
 
 @pytest.mark.parametrize("name", HARD)
@@ -151,5 +151,5 @@ def test_the_guard_calls_the_same_rounds_broken() -> None:
             broken = want.is_broken(loss)
             assert real.is_broken(np.array([loss]), weights_fine=True, losses_given=True, step=1) == broken
             assert real.doubtful == (want.num_lost > 0)
-            outcomes.add((broken, want.num_lost >= want.max_lost, math.isnan(want.noise)))
+            outcomes.add((broken, want.num_lost > 0, math.isnan(want.noise)))
     assert {(True, True, False), (True, False, False), (False, False, True), (False, False, False)} <= outcomes

@@ -345,14 +345,13 @@ def test_a_broken_round_is_undone(kind: str, how: str, snapshot_device: str | No
     healthy = _everything(optimizer)  # what the healthy round from 20 to 24 starts from
     for _ in range(4):
         train_step(optimizer, auto, noise=0.1)
-    scale = auto.history[-1].scales[0]
     train_step(optimizer, auto, noise=0.1)
     _break(optimizer, how)
-    for _ in range(3):
+    for _ in range(3 if how == "nan" else 15):  # a loss that is up for fewer than 16 steps may come down by itself
         train_step(optimizer, auto, noise=0.1)
     assert _everything(optimizer) == healthy
-    record = auto.history[-1]
-    assert record.step == 28
+    scale, record = auto.history[-2].scales[0], auto.history[-1]
+    assert record.step == (28 if how == "nan" else 40)
     assert record.num_rollbacks == 1
     assert record.scales == pytest.approx((scale / 2,))
     assert record.control == {}

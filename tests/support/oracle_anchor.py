@@ -214,6 +214,11 @@ class Evidence:
         if num < 8:
             return {}
         slopes, losses = ([row[i] for row in rows] for i in (0, 1))
+        kinks = [abs(a - 2 * b + c) for a, b, c in zip(*(losses[num // 2 + i :] for i in range(3)), strict=False)]
+        starts = [min(max(i - 2, 0), num - 5) for i in range(num)]
+        room = (3 + 12 / len(kinks)) * float(np.median(kinks))
+        limits = [float(np.median(losses[at : at + 5])) + room for at in starts]
+        losses = [min(loss, limit) for loss, limit in zip(losses, limits, strict=True)]
         late, then = losses[int(num * 3 / 4) :], losses[int(num * 3 / 8) : int(num / 2)]
         second_half = losses[int(num / 2) :]
         bends = [

@@ -141,7 +141,8 @@ class LevelController:
     The rate falls where the loss stands still (q < 1) and the slope does not ask for more, by 0.1 a round and to 0.3 of
     the first level, or 0.03 where the loss has risen (q < -3); and where the slope says that less would have been
     better: e > 0.25 with z > 4, the same over the last quarter of the run with z > 2, or twice the gain. It does not
-    rise in a round whose loss has jumped.
+    rise in a round whose loss has jumped. In q and the gain no loss counts as more than some five standard deviations
+    above those around it: batches of outliers are no rise.
 
     Args:
         pace: c >= 0, how far optimism moves the logarithm while the time since the start grows e-fold.
@@ -318,6 +319,7 @@ def _look_back(state: LevelState, knob: int) -> Trail:
     if num < MIN_ROWS:
         return Trail()
     slopes, losses = state.trail[knob, :num].T
+    losses = _without_outliers(losses)
     late, half = slice(int(0.75 * num), num), slice(int(0.375 * num), num // 2)
     drop = float(losses[half].mean() - losses[late].mean())
     num_late, num_half = len(losses[late]), len(losses[half])
@@ -337,6 +339,19 @@ def _look_back(state: LevelState, knob: int) -> Trail:
     )
     progress, cost, z, jump = (float(np.clip(ratio, -1e6, 1e6)) for ratio in ratios)
     return Trail(True, progress, cost, slope, z, jump)
+
+
+def _without_outliers(losses: FloatArray) -> FloatArray:
+    """At most some five standard deviations above the median of the five rows around: a batch of outliers is no rise.
+
+    The median of the second differences is 1.65 deviations, where noise is Gaussian; few of them tell little.
+    """
+    num = len(losses)
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(losses, 5), axis=1)
+    usual = medians[np.clip(np.arange(num) - 2, 0, num - 5)]
+    bends = np.abs(np.diff(losses[num // 2 :], 2))
+    limit: FloatArray = usual + 3 * (1 + 4 / len(bends)) * np.median(bends)
+    return np.minimum(losses, limit)
 
 
 def loss_slopes(evidence: Evidence) -> tuple[FloatArray, FloatArray]:

@@ -17,14 +17,15 @@ EARLY_SHARE, EARLY_NOISE = 0.35, 2.5
 LOST_SHARE, LOST_NOISE = 0.9, 10.0
 """Of the progress: what is lost where a model is back at the start; and how much noise it must exceed."""
 LOST_STEPS = 16
-"""For so long at least: momentum may carry a model as far up on the other side of a valley, and back."""
+"""A loss that is up for fewer may come down by itself: momentum carries a model up the other side of a valley, and one
+batch of outliers moves it away."""
 
 
 class GuardState(NamedTuple):
     """Mean loss of the first round, those of the last healthy ones, and how many in a row have been broken.
 
     Where the loss before training is known from single steps, ``noise`` is how far batches are apart in it; then also
-    ``lowest``, of the medians so far, and in how many rounds in a row all progress has seemed to be ``lost``.
+    ``lowest``, of the medians so far. ``lost``: for how many rounds in a row the loss has been up.
     """
 
     first: float = math.nan
@@ -38,14 +39,15 @@ class GuardState(NamedTuple):
 class Guard:
     """Tells a healthy round from a broken one by its mean loss.
 
-    A round is broken when its loss is not finite, or has jumped: above the median of the last five rounds by more than
-    a share of all progress made, and by many times the usual difference between rounds. Until five rounds have shown
-    what is usual, only a loss above them by twice their size counts; where the noise is known, one that loses a
-    third of the progress.
+    A round is broken when its loss is not finite, or has jumped and stayed up. A loss has jumped that is above the
+    median of the last five rounds by more than a share of all progress made, and by many times the usual difference
+    between rounds. Until five rounds have shown what is usual, only a loss above them by twice their size counts; where
+    the noise is known, one that loses a third of the progress. Where the learning rate is at the edge of what training
+    bears, jumps are usual, and one of them may be for good: a loss near that of the start counts at any time.
 
-    Where the learning rate is at the edge of what training bears, jumps are usual, and one of them may be for good.
-    Hence a round is broken, too, that is the last of several in a row with a loss near that of the start. The others
-    are doubtful: they may be outliers, and they are no place to go back to.
+    It has stayed up in the last of several rounds in a row, at least two and 16 steps. The others are doubtful: a batch
+    of outliers raises the loss, too, and training recovers from it by itself, at any learning rate. They are no place
+    to go back to.
 
     A loss that stays up although training has gone back several times has not been broken by training: the data have
     changed. The guard then accepts the new level.
@@ -72,13 +74,9 @@ class Guard:
         if not state.recent:
             first = loss if math.isnan(state.first) else state.first
             return state._replace(first=first, recent=(loss,), num_strikes=0), True
-        if loss > self._limit(state):
-            if state.num_strikes < self.max_strikes:
-                return state._replace(num_strikes=state.num_strikes + 1), False
-            return GuardState(loss, (loss,)), True
-        if self._is_lost(state, loss):
+        if loss > self._limit(state) or self._is_lost(state, loss):
             if state.lost + 1 < self.max_lost:
-                return state._replace(lost=state.lost + 1, num_strikes=0), True
+                return state._replace(lost=state.lost + 1), True
             if state.num_strikes < self.max_strikes:
                 return state._replace(num_strikes=state.num_strikes + 1), False
             return GuardState(loss, (loss,)), True
@@ -205,7 +203,7 @@ class Rollback:
             self.guard_state, fine = self.guard.update(self.guard_state, loss)
             self.cause = "loss or weights were not finite"
             if not fine and math.isfinite(loss):
-                self.cause = f"the loss jumped to {loss:.4g} from {usual[0]:.4g}"
+                self.cause = f"the loss jumped to {loss:.4g} from {usual[0]:.4g} and stayed up"
         if fine:
             self.budget.recover()
         elif self.guard_state.num_strikes > max_rollbacks:
