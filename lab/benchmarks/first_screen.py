@@ -43,7 +43,7 @@ def rivals(records: Sequence[BenchRecord], current: Collection[str]) -> str:
     mine = found.pop("autolr")
     near = f"{mine.near[SHARES.index(AIM_NEAR)]} of {len(tasks)}"
     head = (
-        f"On {len(tasks)} tasks that it had never been tried on AutoLR is **{percent(mine.mean)}** above the best of a "
+        f"On {len(tasks)} tasks of the benchmark's half C AutoLR is **{percent(mine.mean)}** above the best of a "
         "grid in the geometric mean, 95% "
     )
     head += f"interval {interval(mine.low, mine.high)}, and within 2% of it on {near}"

@@ -46,9 +46,10 @@ The aims are meant for tasks that were never looked at (half C), of which there 
 looked at on every task here, half B too; defaults of rivals were chosen on half A alone. So the figures describe these
 tasks, and judge nothing about others."""
 _JUDGED = """\
-Half C was run once, with code that had never been tried on it; its tasks were
-designed by looking at fixed learning rates alone. AutoLR's settings were looked at on halves A and B; defaults of
-rivals were chosen on half A."""
+Half C judged AutoLR once, with code that had never been tried on it: +19.77% [+2.11%, +53.53%], within 2% on 5 of 11
+tasks, worth 5 runs of random search. Two rules were repaired on its tasks since, so that the figures above, of the code
+of today, judge nothing. AutoLR's other settings were looked at on halves A and B; defaults of rivals were chosen on
+half A, and the tasks of half C by looking at fixed learning rates alone."""
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
 seed, less 1; means are geometric. The best of the grid has the lowest mean over seeds of that same loss, which
