@@ -187,23 +187,29 @@ def _knob_records(
 
 
 class Curve:
-    """Learning rates of each param group, at the ends of rounds. When it is full, every other point goes."""
+    """Learning rates of each param group, and losses, at the ends of rounds. When it is full, every other point goes."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.values: list[list[float]] = []
+        self.losses: list[float] = []
 
-    def add(self, step: int, values: Sequence[float]) -> None:
+    def add(self, step: int, values: Sequence[float], loss: float) -> None:
         for row in self.values:  # param groups may have joined
             row += [math.nan] * (len(values) - len(row))
         self.steps.append(step)
         self.values.append(list(values))
+        self.losses.append(loss)
         if len(self.steps) > MAX_POINTS:
             # The first and the last stay.
-            self.steps, self.values = self.steps[::2], self.values[::2]
+            self.steps, self.values, self.losses = self.steps[::2], self.values[::2], self.losses[::2]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": list(self.steps), "values": [list(row) for row in self.values]}
+        return {
+            "steps": list(self.steps),
+            "values": [list(row) for row in self.values],
+            "losses": list(self.losses),
+        }
 
     @staticmethod
     def from_state(state: Any) -> Curve:
@@ -217,6 +223,8 @@ class Curve:
             width = len(state["values"][0]) if state["values"] else 0
             values = numbers_of(state["values"], "values of the curve", len(steps), width, finite=False)
             found.steps, found.values = [int(step) for step in steps], values.tolist()
+            losses = state.get("losses", [math.nan] * len(steps))  # older states have none
+            found.losses = numbers_of(losses, "losses of the curve", len(steps), finite=False).tolist()
         return found
 
 
@@ -252,7 +260,8 @@ class History:
     def write(self, record: RoundRecord) -> None:
         """A round has ended. Sinks learn of it by :meth:`deliver`, once it cannot be taken back any more."""
         self._records.append(record)
-        self.curve.add(record.step, record.base_values)
+        finite = [loss for loss in record.losses if math.isfinite(loss)]
+        self.curve.add(record.step, record.base_values, sum(finite) / len(finite) if finite else math.nan)
         self.resumed_from = None
         self.untold.extend((sink, record) for sink in self.sinks)
 
@@ -270,7 +279,7 @@ class History:
     def put_back(self, before: tuple[Any, ...]) -> None:
         """As it was at :meth:`remember`."""
         last, curve, self.resumed_from, self.untold = before
-        self.curve.steps, self.curve.values = curve["steps"], curve["values"]
+        self.curve.steps, self.curve.values, self.curve.losses = curve["steps"], curve["values"], curve["losses"]
         if self._records and self._records[-1] is not last:
             self._records.pop()
 

@@ -39,7 +39,7 @@ class Curves:
         status: ``done``, ``diverged``, ``unfinished``, or empty where it is not known.
         found_peak: the highest learning rate by ``scheduler.found()``, which knows rounds that are not among these
             records; None where only the records are known.
-        earlier: steps, and the learning rate of each param group, from before a resume.
+        earlier: from before a resume, steps, the learning rate of each param group, and the loss.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Curves:
     num_steps: int = 0
     status: str = ""
     found_peak: float | None = None
-    earlier: Sequence[tuple[int, Sequence[float]]] = ()
+    earlier: Sequence[tuple[int, Sequence[float], float]] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -110,7 +110,7 @@ def curves_of(scheduler: Any) -> Curves:
     total = scheduler.total_steps
     found = scheduler.found() if hasattr(scheduler, "found") else None
     peaks = [peak for peak in found.peak_lrs if peak > 0] if found else []
-    first = scheduler.history[0].step if scheduler.history else 0
+    first, curve = scheduler.history[0].step if scheduler.history else 0, scheduler._run.history.curve
     return Curves(
         type(scheduler).__name__,
         [as_json(record.as_dict()) for record in scheduler.history],
@@ -118,9 +118,7 @@ def curves_of(scheduler: Any) -> Curves:
         num_steps=0 if total is None or math.isinf(total) else int(total),
         status="done" if scheduler.finished else "unfinished",
         found_peak=max(peaks, default=None),
-        earlier=[(step, row) for step, row in zip(found.steps, found.lrs, strict=True) if step < first]
-        if found
-        else (),
+        earlier=[point for point in zip(curve.steps, curve.values, curve.losses, strict=True) if point[0] < first],
     )
 
 
@@ -148,7 +146,7 @@ def draw(run: Curves, ax: Axes | None = None) -> Axes:
         names = "" if len(same) == len(bases) else f" ({', '.join(run.groups[other] for other in same)})"
         # Of the colours of the user's own cycle: the second is the loss's.
         colour = f"C{place if place == 0 else place + 1}"
-        before = [(step, row[k]) for step, row in run.earlier if k < len(row)]
+        before = [(step, row[k]) for step, row, _ in run.earlier if k < len(row)]
         curve = [*before, *zip(steps, bases[k], strict=True)]
         ax.plot(*zip(*curve, strict=True), color=colour, label=_text(f"learning rate{names}"))
         rows = [numbers(entry["values"][k]) if k < len(entry["values"]) else [] for entry in run.rounds]
@@ -169,9 +167,10 @@ def draw(run: Curves, ax: Axes | None = None) -> Axes:
         ax.set_ylim(bottom=0.6 * run.lowest)
 
     loss = ax.twinx()
-    loss.plot(steps, run.losses(), color="C1", lw=1, label="loss")
+    losses = [*(value for *_, value in run.earlier), *run.losses()]
+    loss.plot([*(step for step, *_ in run.earlier), *steps], losses, color="C1", lw=1, label="loss")
     loss.set_ylabel("loss")
-    scale_losses(loss, [run.losses()])
+    scale_losses(loss, [losses])
     broken = breaks(run)
     for place, at in enumerate(broken):
         label = None if place else "not finite, or undone"

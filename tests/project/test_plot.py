@@ -134,8 +134,28 @@ def test_the_peak_is_that_of_found() -> None:
     assert curves_of(second).peak == peak > max(record.base_values[0] for record in second.history)
     assert curves_of(whole).peak == max(record.base_values[0] for record in whole.history)
     assert f"peak learning rate {peak:.2g}" in second._repr_html_()
-    again, before = (scheduler.plot().get_lines()[0].get_xydata().tolist() for scheduler in (second, whole))
-    assert again == before  # the learning rate is drawn from the first step on
+    drawn = []
+    for scheduler in (second, whole):
+        rates = scheduler.plot()
+        losses = rates.figure.axes[-1]
+        drawn.append([axes.get_lines()[0].get_xydata().tolist() for axes in (rates, losses)])
+    (rates, losses), (all_rates, all_losses) = drawn  # from the first step on
+    assert rates == all_rates
+    assert losses[:5] == all_losses[:5]  # the weights were not loaded
+    assert len(losses) == 10
+
+
+def test_a_state_without_losses_has_a_curve_all_the_same() -> None:
+    """As older versions have saved it."""
+    first, second = train(make("AutoLR"), 20), make("AutoLR")
+    state = first.state_dict()
+    curve = next(part["curve"] for part in [state, *state.values()] if isinstance(part, dict) and "curve" in part)
+    del curve["losses"]
+    second.load_state_dict(state)
+    assert second.found().lrs == first.found().lrs
+    curve["losses"] = [1.0]
+    with pytest.raises(ValueError, match="losses of the curve must be 5 numbers, but got"):
+        make("AutoLR").load_state_dict(state)
 
 
 # -- the notebook -----------------------------------------------------------------------------------------------
