@@ -87,7 +87,9 @@ SCENARIOS = [
     _level("level controller from far above", "momentum", (0.1,), seed=33, constant=True, level=False, total_steps=150),
     _level("level controller, its brake", "adam", (1.0,), seed=31, constant=True, level=False, total_steps=150),
 ]
-# Two replicas train all of them, more take longer on few cores: every optimizer and signal, with four a level.
+# One process has the levels, whose signal is the gradient that replicas share; more take longer on few cores.
+ALSO_WITH_TWO = ("level, sgd", "level, a scale for each", "level, losses", "level controller, its brake")
+WITH_TWO = [s.name for s in SCENARIOS if not s.name.startswith("level") or s.name in ALSO_WITH_TWO]
 WITH_EIGHT = ("momentum", "gradient, sgd", "gradient, adam")
 WITH_FOUR = (
     "sgd",
@@ -265,8 +267,8 @@ def run(num_replicas: int) -> Run:
 
 
 def scenarios_for(num_replicas: int) -> list[AnchorScenario]:
-    names = {1: WITH_ONE, 4: WITH_FOUR, 8: WITH_EIGHT}.get(num_replicas)
-    return [s for s in SCENARIOS if names is None or s.name in names]
+    names = {1: WITH_ONE, 2: WITH_TWO, 4: WITH_FOUR, 8: WITH_EIGHT}[num_replicas]
+    return [s for s in SCENARIOS if s.name in names]
 
 
 def named(name: str) -> AnchorScenario:
