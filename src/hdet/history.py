@@ -187,7 +187,7 @@ def _knob_records(
 
 
 class Curve:
-    """Learning rates of each param group, and losses, at the ends of rounds. When it is full, every other point goes."""
+    """Learning rates of each param group, and losses, at the ends of rounds. When full, every other point goes."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
