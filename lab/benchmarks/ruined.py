@@ -2,6 +2,7 @@
 
     python lab/benchmarks/ruined.py --data DATA                       # every case: some 12 minutes on one core
     python lab/benchmarks/ruined.py --cases digits --optimizers sgd --seeds 16 --json out.json
+    python lab/benchmarks/ruined.py --grid-of lab/benchmarks/results/ruined/level.json    # AutoLR alone
 
 A benchmark of a few seeds does not see what happens to one run in fifty. For each case, optimizer, batch and clipping:
 the best of a grid of peak learning rates with torch's OneCycleLR (two seeds), then AutoLR without a schedule. A run is
@@ -124,11 +125,13 @@ class Trainer:
         return self.whole(model), told
 
 
-def examine(case: Case, data: Path, num_seeds: int) -> dict[str, Any]:
+def examine(case: Case, data: Path, num_seeds: int, means: dict[float, float] | None) -> dict[str, Any]:
+    """``means``: losses of the grid, where they are known."""
     trainer = Trainer(case, data)
     first = trainer.whole(trainer.make(0))
-    grid = {lr: [trainer.train(lr, seed, auto=False)[0] for seed in range(NUM_BEST)] for lr in GRID}
-    means = {lr: value for lr, losses in grid.items() if math.isfinite(value := statistics.fmean(losses))}
+    if means is None:
+        grid = {lr: [trainer.train(lr, seed, auto=False)[0] for seed in range(NUM_BEST)] for lr in GRID}
+        means = {lr: value for lr, losses in grid.items() if math.isfinite(value := statistics.fmean(losses))}
     best_lr = min(means, key=lambda lr: means[lr])
     best = means[best_lr]
     limit, runs = (first + best) / 2, []
@@ -159,14 +162,18 @@ def main() -> None:
     parser.add_argument("--clips", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--grid-of", type=Path, help="a record whose fixed learning rates are taken as they are")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("hdet").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # of rounds that are undone, which are counted
+    known = json.loads(options.grid_of.read_text())["cases"] if options.grid_of else []
+    grids = {Case(**{name: each[name] for name in Case.__annotations__}): dict(each["grid"]) for each in known}
     results, started = [], time.perf_counter()
     for each in product(options.cases, options.optimizers, options.batches, options.clips):
-        results.append(examine(Case(*each, options.steps), options.data, options.seeds))
+        case = Case(*each, options.steps)
+        results.append(examine(case, options.data, options.seeds, grids.get(case)))
         print(show(results[-1]), flush=True)
         if options.json:
             versions = {"hdet": __version__, "torch": torch.__version__, "git_commit": provenance.git_commit()}

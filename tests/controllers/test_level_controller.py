@@ -152,7 +152,7 @@ def compare(
         scales = np.exp(rng.normal(-1, 1, num_knobs))
         evidence = Evidence(
             losses, np.ones((num_knobs, 2)), (slopes, errors), in_warmup=index < 3, elapsed=min(1 / (index + 1), 0.7),
-            start=(2.0, noise) if known else None, update=float(rng.uniform(0, 0.02)) if known else None, level=1.3,
+            start=(2.0, noise) if known else None, update=0.02 * 10 ** -rng.uniform(0, 3) if known else None, level=1.3,
             progress=index / 60 if known else None, scales=scales,
         )  # fmt: skip
         state, decision = controller.update(state, evidence)
@@ -179,6 +179,11 @@ def test_it_is_the_slow_version(
 def test_a_long_run_is_the_slow_version_in_rows_of_several_rounds(bias: float) -> None:
     state = compare(LevelController(), 0, 300, 1, bias=bias, fall=0.5, noise=0.1, known=True)
     assert state.stride.tolist() == [4.0]
+
+
+def test_where_updates_are_small_it_is_the_slow_version() -> None:
+    """Clear progress, a slope that says nothing: what moves the rate is its pace."""
+    compare(LevelController(), 2, 60, 1, bias=0.0, fall=1.5, noise=0.003, known=True)
 
 
 def test_its_state_is_saved_and_checked() -> None:
