@@ -195,7 +195,7 @@ def test_its_state_is_saved_and_checked() -> None:
     forgotten = controller.forget(state)
     assert not forgotten.weight.any()
     assert forgotten.trail.tolist() == state.trail.tolist()  # what the run has gained stays known
-    for broken in ({"filled": np.full(2, NUM_ROWS)}, {"stride": np.zeros(2)}, {"filled": np.full(2, 0.5)}):
+    for broken in ({"filled": np.full(2, NUM_ROWS)}, {"stride": np.array([1.0, 0.0])}, {"filled": np.full(2, 0.5)}):
         with pytest.raises(ValueError, match="filled must be below 128 and stride >= 1, whole numbers, but got"):
             controller.check_state(state._replace(**broken))
     with pytest.raises(ValueError, match="variance must be >= 0 and weight in"):

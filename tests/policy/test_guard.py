@@ -128,7 +128,7 @@ def test_a_loss_that_is_not_finite_is_always_broken(num_before: int, loss: float
 
 
 def test_until_five_rounds_are_known_only_a_huge_loss_counts() -> None:
-    assert feed([3.0, 2.9, 8.0])[0].recent == (3.0, 2.9, 8.0)
+    assert feed([3.0, 2.9, 8.9])[0].recent == (3.0, 2.9, 8.9)  # 2.95 + 2 x 3
     assert feed([3.0, 2.9, 9.0])[0].recent == (3.0, 2.9)
     assert feed([3.0, 2.9, 9.0, 9.0])[1] == [True, True, True, False]
 
@@ -185,6 +185,10 @@ def test_a_broken_state_is_refused() -> None:
     packed = pack_guard(feed(CURVE)[0])
     with pytest.raises(ValueError, match=r"recent must hold finite numbers, but got \[1.0, nan\]"):
         unpack_guard({**packed, "recent": [1.0, math.nan]})
+    with pytest.raises(ValueError, match="first must be a finite number, but got None"):
+        unpack_guard({**packed, "first": None, "recent": []})
+    without = {name: value for name, value in packed.items() if name not in ("lost", "lowest", "noise")}
+    assert unpack_guard(without).lost == 0  # as older versions have saved it
     with pytest.raises(KeyError, match="num_strikes"):
         unpack_guard({"first": 1.0, "recent": []})
 

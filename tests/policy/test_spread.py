@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from hdet.policy.spread import fan_out, multipliers, permutation
+from hdet.policy.spread import fan_out, inside_bounds, multipliers, permutation
 
 counts = st.integers(1, 64)
 spreads = st.floats(0, 1, exclude_max=True)
@@ -161,3 +161,23 @@ def test_later_every_knob_has_a_permutation_of_its_own(
 def test_a_knob_keeps_its_permutation_when_others_are_added() -> None:
     few, many = (fan_out(8, 0.3, seed=0, round_index=4, num_knobs=n) for n in (2, 6))
     assert_array_equal(many[:2], few)
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [(0.5, [0.3, 0.5, 0.7]), (0.1, [0.0, 0.2, 0.4]), (0.95, [0.6, 0.8, 1.0]), (3.0, [0.6, 0.8, 1.0])],
+)
+def test_near_a_bound_places_are_moved_inside(base: float, expected: list[float]) -> None:
+    column, offsets = np.array([[base]]), np.array([[-0.2, 0.0, 0.2]])
+    low, high = np.array([[0.0]]), np.array([[1.0]])
+    assert inside_bounds(column, offsets, low, high, moved=True).tolist() == [pytest.approx(expected)]
+    cut = np.clip(base + offsets, 0, 1)
+    assert inside_bounds(column, offsets, low, high, moved=False).tolist() == cut.tolist()
+
+
+def test_places_wider_than_the_bounds_are_drawn_together() -> None:
+    low, high = np.array([[1.0]]), np.array([[2.0]])
+    found = inside_bounds(np.array([[1.1]]), np.array([[-4.0, 0.0, 2.0, 4.0]]), low, high, moved=True)
+    assert found.tolist() == [pytest.approx([1.0, 1.5, 1.75, 2.0])]
+    equal = inside_bounds(np.array([[1.1]]), np.zeros((1, 2)), low, high, moved=True)
+    assert equal.tolist() == [[1.1, 1.1]]
