@@ -295,6 +295,8 @@ def test_a_schedule_at_zero_stays_there() -> None:
 
 
 def test_a_velocity_is_one_of_two() -> None:
+    with pytest.raises(ValueError, match="temperature must be a finite number > 0, but got"):
+        PaperController(temperature=0.0)
     with pytest.raises(ValueError, match=r'velocity must be one of "relative", "absolute", but got velocity=.fast.'):
         PaperController(velocity="fast")  # type: ignore[arg-type]
 

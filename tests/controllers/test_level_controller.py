@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose
 
 from hdet.controllers import Evidence, LevelController
 from hdet.controllers.base import pack_state, unpack_state
-from hdet.controllers.level import LOWEST, LOWEST_RISING, NUM_ROWS, LevelState
+from hdet.controllers.level import LOWEST, LOWEST_RISING, NUM_ROWS, LevelState, Smoothed, loss_slopes
 from hdet.policy.level import Level, Sizes
 from hdet.policy.rollback import BrokenError, Rollback
 from hdet.policy.round import RoundPolicy, Seen
@@ -195,11 +195,15 @@ def test_its_state_is_saved_and_checked() -> None:
     forgotten = controller.forget(state)
     assert not forgotten.weight.any()
     assert forgotten.trail.tolist() == state.trail.tolist()  # what the run has gained stays known
-    for broken in ({"filled": np.full(2, NUM_ROWS)}, {"stride": np.array([1.0, 0.0])}, {"filled": np.full(2, 0.5)}):
+    for broken in (
+        {"filled": np.array([0.0, NUM_ROWS])},
+        {"stride": np.array([1.0, 0.0])},
+        {"filled": np.full(2, 0.5)},
+    ):
         with pytest.raises(ValueError, match="filled must be below 128 and stride >= 1, whole numbers, but got"):
             controller.check_state(state._replace(**broken))
     with pytest.raises(ValueError, match="variance must be >= 0 and weight in"):
-        controller.check_state(state._replace(variance=np.full(2, -1.0)))
+        controller.check_state(state._replace(variance=np.array([0.0, -1.0])))
 
 
 @pytest.mark.parametrize(
@@ -215,6 +219,27 @@ def test_its_state_is_saved_and_checked() -> None:
 def test_other_settings_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         LevelController(**options)
+
+
+def test_without_gradients_slopes_are_least_squares_of_the_losses() -> None:
+    rng = np.random.default_rng(0)
+    multipliers, losses = 1 + rng.uniform(-0.1, 0.1, (2, 6)), rng.normal(2.0, 0.1, 6)
+    losses[4], multipliers[1] = math.nan, 1.0  # one has no loss; a knob that does not differ tells nothing
+    slopes, errors = loss_slopes(Evidence(losses, multipliers))
+    seen = np.isfinite(losses)
+    design = np.stack([np.ones(5), multipliers[0, seen] - 1], axis=1)
+    (_, slope), rest, _, _ = np.linalg.lstsq(design, losses[seen], rcond=None)
+    assert slopes[0] == pytest.approx(slope)
+    assert errors[0] == pytest.approx(math.sqrt(rest[0] / 3 * np.linalg.inv(design.T @ design)[1, 1]))
+    assert np.isnan([slopes[1], errors[1]]).all()
+    two = loss_slopes(Evidence(np.array([2.0, 1.9]), np.array([[0.9, 1.1]])))
+    assert two[0][0] == pytest.approx(-0.5)
+    assert math.isnan(two[1][0])  # no residual is left
+
+
+def test_a_slope_without_an_error_is_certain() -> None:
+    found = Smoothed(*np.zeros((3, 3))).updated(np.array([1.0, -1.0, 0.0]), np.zeros(3), 0.5)
+    assert found.estimate(0.5)[2].tolist() == [1e6, -1e6, 0.0]
 
 
 # -- runs whose losses and slopes are given -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hdet.checks import FloatArray
-from hdet.policy.rollback import NUM_RECENT, Guard, GuardState, pack_guard, unpack_guard
+from hdet.policy.rollback import NUM_RECENT, RECOVERY, Guard, GuardState, Rollback, pack_guard, unpack_guard
 
 CURVE = [3.0, 2.5, 2.2, 2.0, 1.9, 1.85, 1.8, 1.82, 1.79]
 
@@ -262,3 +262,32 @@ def test_a_restored_guard_knows_what_was_lost(num_before: int) -> None:
     assert feed(losses[num_before:], again) == feed(losses[num_before:], state)
     with pytest.raises(ValueError, match="lowest must be a finite number, or None, but got nan"):
         unpack_guard({**pack_guard(state), "lowest": math.nan})
+
+
+# -- rollbacks ------------------------------------------------------------------------------------------------------
+
+
+def told(rollback: Rollback, loss: float) -> bool:
+    return rollback.is_broken(np.array([loss]), weights_fine=True, losses_given=True, step=1)
+
+
+def test_healthy_rounds_make_up_for_a_rollback() -> None:
+    rollback = Rollback(1)
+    assert told(rollback, math.nan)
+    rollback.take(1, is_cut=True)
+    assert rollback.budget.spent
+    for _ in range(RECOVERY):
+        assert rollback.budget.spent
+        assert not told(rollback, 2.0)
+    assert not rollback.budget.spent
+
+
+def test_after_other_weights_were_loaded_the_next_loss_may_be_any() -> None:
+    rollback = Rollback(3)
+    rollback.expect(3.0, 0.1)
+    for loss in CURVE:
+        assert not told(rollback, loss)
+    rollback.start_over()
+    for loss in (40.0, 39.0, 38.0):
+        assert not told(rollback, loss)
+        assert not rollback.doubtful
