@@ -191,6 +191,7 @@ def test_its_state_is_saved_and_checked() -> None:
     state = compare(controller, 1, 30, 2, bias=-1.0, fall=1.0, noise=0.1, known=True)
     again = unpack_state(pack_state(state), controller.init(2))
     controller.check_state(again)
+    controller.check_state(controller.init(2))  # before the first round
     assert pack_state(again) == pack_state(state)
     forgotten = controller.forget(state)
     assert not forgotten.weight.any()
