@@ -56,7 +56,7 @@ RUNS: dict[int, dict[str, tuple[str, Run]]] = {
         "gradient, level, no schedule": ("adam", replace(GRADIENT, lr=1e-3, level=True, schedule="none")),
         "gradient, level, no schedule, sgd": ("sgd", replace(GRADIENT, lr=100.0, level=True, schedule="none")),
         "gradient, adamw": ("adamw", replace(GRADIENT, hold=0.2)),
-        "gradient, breaks": ("sgd", replace(GRADIENT, lr=300.0)),
+        "gradient, breaks": ("sgd", replace(GRADIENT, lr=3.0)),
     },
     2: {
         "loss": ("adam", LOSS),
