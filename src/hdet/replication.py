@@ -22,7 +22,7 @@ from hdet.policy.round import Verdict
 from hdet.replicas.sharding import local_tensor
 from hdet.signals.base import Signal
 from hdet.weights.anchor import tensors_of
-from hdet.weights.averaged import Weights, is_healthy, shape_digest
+from hdet.weights.averaged import Weights, health_of, shape_digest
 
 
 class Equal:
@@ -78,7 +78,7 @@ class Equal:
     def _repair_state(self, step: int, healthy: BoolArray, exploded: BoolArray) -> None:
         """Give replicas that are left out the optimizer state of the others, where theirs would break them again."""
         state = state_tensors(self.optimizer)
-        mine = [float(shape_digest(state)), float(is_healthy(state))]
+        mine = [float(shape_digest(state)), float(health_of(state)())]
         shapes, fine = np.moveaxis(self.replicas.gather(mine, step=step), 2, 0)
         fine = (fine > 0).all(axis=1)
         broken, givers = exploded | ~fine, healthy & fine

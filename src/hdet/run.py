@@ -364,12 +364,17 @@ class Run:
         """
         for signal in self.measuring if acting else ():
             signal.measure(self.replication.training_at_base())
+        # All that devices have to do is started before anything waits for them: they are idle from then on.
+        sharing = [signal for signal in self.signals if not (asked and signal.only_at_end)]
+        for signal in sharing:
+            signal.launch(self.replicas.device)
         if self.forks is not None:
-            self.forks.sums.start()  # before anything waits for the device
+            self.forks.sums.start()
+        inspected, state = self.weights.inspect(step), self.policy.digest()
         total, weight = self.losses.meter.drain()
         if self.freeze_file is not None and not self.policy.frozen:
             self.asked_to_freeze = self.asked_to_freeze or os.path.exists(self.freeze_file)
-        (shapes, finite), state = self.weights.inspect(step), self.policy.digest()
+        shapes, finite = inspected()
         if self.replication.differs:
             shapes = self.replication.digest(shapes)
         checksum = Checksum() if self.forks is None else self.forks.sums.read()
@@ -390,9 +395,8 @@ class Run:
             # Each has taken up new param groups by its own learning rates, which differ.
             shares = self.replicas.gather(self.lrs.joined, step=step).mean(axis=(0, 1)).tolist()
             self.lrs.set_joined(shares)
-        for signal in self.signals:
-            if not (asked and signal.only_at_end):
-                signal.share(self.replicas, reports.losses)
+        for signal in sharing:
+            signal.share(self.replicas, reports.losses)
         return reports, fork
 
     # -- a mean in mid-round ------------------------------------------------------------------------------------

@@ -478,3 +478,32 @@ def test_samples_of_a_round_by_default(interval: int, small: int, large: int) ->
         every = default_sample_every(optimizer, interval)
         assert every == expected
         assert min(4, interval) <= interval // every <= MAX_SAMPLES
+
+
+@pytest.mark.parametrize("most", [1, 300, 2**22])
+def test_tensors_of_a_large_model_are_added_up_together(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """However many at a time, the slopes of both knobs and of all are those of each tensor by itself."""
+    monkeypatch.setattr("hdet.signals.gradient.MAX_WAITING", most)
+    g = torch.Generator().manual_seed(0)
+    shapes = [(120, 64), (5,), (70, 80), (3, 2), (4100,), (64, 3, 5, 5)]
+    parameters = [nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
+    starts = [p.detach().clone() for p in parameters]
+    anchor = Anchor(stride=8)
+    anchor.renew(parameters)
+    optimizer = torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:]}], lr=0.1)
+    signal = GradientSignal(anchor, [0, 1], sample_every=1, num_ranks=1, total_slope=True)
+    shift(parameters)
+    for p in parameters[1:]:
+        p.grad = torch.randn(p.shape, generator=g)
+    signal.before_step(optimizer)
+    expected = [0.0, 0.0]
+    for i, (p, start, columns) in enumerate(zip(parameters, starts, anchor.columns, strict=True)):
+        if p.grad is not None:
+            products = ((p.detach() - start) * p.grad).double()
+            kept = products if columns is None else columns.of(products) * columns.weight
+            expected[i // 3] += kept.sum().item()
+    signal.share(Replicas(None), np.array([1.0]))
+    reading = signal.drain()
+    assert reading.slopes is not None and reading.total_slope is not None
+    assert reading.slopes[0] == pytest.approx(expected, rel=1e-5)
+    assert reading.total_slope[0] == pytest.approx(sum(expected), rel=1e-5)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -45,8 +46,8 @@ class Signal:
     """Sees every optimizer step, and is read once a round.
 
     In this order: :meth:`before_step` in every step; at the end of a round :meth:`measure`, if a controller is going
-    to act on it; :meth:`share`, when ranks meet; :meth:`drain`. In the middle of a round, where a checkpoint is saved,
-    :meth:`share` alone. All of it does nothing unless a signal says otherwise.
+    to act on it; :meth:`launch` and :meth:`share`, when ranks meet; :meth:`drain`. In the middle of a round, where a
+    checkpoint is saved, :meth:`launch` and :meth:`share` alone. All of it does nothing unless a signal says otherwise.
     :func:`hdet.testing.check_signal` checks a signal of your own.
     """
 
@@ -74,6 +75,12 @@ class Signal:
         """Measure on this rank, before ranks meet.
 
         Inside ``training_at_base``, knobs that act in training alone are the same on every replica.
+        """
+
+    def launch(self, device: torch.device) -> None:
+        """Start what :meth:`share` reads on the devices, so that they need not wait for the host. Must not wait.
+
+        ``device``: where ranks exchange numbers.
         """
 
     def share(self, replicas: Replicas, losses: FloatArray) -> None:

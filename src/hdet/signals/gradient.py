@@ -31,6 +31,9 @@ MAX_WITHOUT = 3
 MIN_SAMPLES, MAX_EVERY = 4, 8
 """Of a large model: samples of a round, so that it can tell its own error; and steps between them."""
 
+MAX_WAITING = 2**22
+"""Entries of tensors whose dot products are taken together, which bounds the memory."""
+
 
 def default_sample_every(optimizer: Optimizer, interval: int) -> int:
     """Steps between samples: all that fit into a round's table; of a large model about four a round.
@@ -127,11 +130,27 @@ class GradientSignal(Signal):
         shares = self._shares(optimizer)
         sums: dict[int, list[Tensor]] = {k: [] for k in range(self.num_knobs)}
         in_order: list[Tensor] = []
+        waiting: dict[tuple[int, torch.device], list[Term]] = {}
         for index, displacement in self.anchor.displacements(parameters):
-            gradient, columns = gradients[index], self.anchor.columns[index]
-            if gradient is not None:
-                in_order.append(dot(displacement, gradient, columns, shares[index]))
-                sums[knobs[index]].append(in_order[-1])
+            gradient, columns, knob = gradients[index], self.anchor.columns[index], knobs[index]
+            if gradient is None:
+                continue
+            plain = displacement.dtype is gradient.dtype is torch.float32 and not gradient.is_sparse
+            if self.anchor.stride > 1 and plain:  # of a large model: a few kernels for each tensor would show
+                terms = waiting.setdefault((knob, displacement.device), [])
+                terms.append(_term(displacement, gradient, columns, shares[index]))
+                if sum(term[0].numel() for term in terms) < MAX_WAITING:
+                    continue
+                found = dot_all(terms)
+                terms.clear()
+            else:
+                found = dot(displacement, gradient, columns, shares[index])
+            in_order.append(found)
+            sums[knob].append(found)
+        for (knob, _), terms in waiting.items():
+            if terms:
+                in_order.append(dot_all(terms))
+                sums[knob].append(in_order[-1])
         device = next((s.device for found in sums.values() for s in found), torch.device("cpu"))
         sampled = [*sums.values()]
         if self.total_slope:  # in the order of the parameters, as one knob for all would have it
@@ -230,6 +249,27 @@ def dot(displacement: Tensor, gradient: Tensor, columns: Columns | None, factor:
     return _dot(displacement, local_tensor(gradient), columns) * (
         factor if columns is None else factor * columns.weight
     )
+
+
+Term = tuple[Tensor, Tensor, float]
+"""Of a dot product: displacement, gradient, and a factor."""
+
+
+def _term(displacement: Tensor, gradient: Tensor, columns: Columns | None, factor: float) -> Term:
+    gradient = local_tensor(gradient)
+    return (
+        (displacement, gradient, factor)
+        if columns is None
+        else (displacement, columns.of(gradient), factor * columns.weight)
+    )
+
+
+def dot_all(terms: Sequence[Term]) -> Tensor:
+    """The sum of their dot products, by a few kernels for all of them."""
+    displacements, gradients, factors = zip(*terms, strict=True)
+    products = torch._foreach_mul(displacements, gradients)
+    torch._foreach_mul_(products, factors)
+    return torch.cat([product.reshape(-1) for product in products]).sum()
 
 
 def _dot(displacement: Tensor, gradient: Tensor, columns: Columns | None) -> Tensor:

@@ -38,6 +38,8 @@ class UpdateSize(Signal):
         """Of each parameter that is measured: it, what is kept of it, and that as it was before the step."""
         self._gradients: Tensor | None = None
         self._wants_gradient = True
+        self._sums: Tensor | None = None
+        """Of the step, on their way."""
         self._found: Sizes | None = None
 
     @torch.no_grad()
@@ -48,10 +50,16 @@ class UpdateSize(Signal):
         moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         moving = [p for p in moving if p.is_floating_point() or p.is_complex()]
         columns = [columns_of(p, self.stride) for p in moving]
-        self._before = list(zip(moving, columns, [t.clone() for t in _kept(moving, columns)], strict=True))
+        kept = _kept(moving, columns)
+        copies = [t.clone() if _is_part(t, p) else t for t, p in zip(kept, local_tensors(moving), strict=True)]
+        self._before = list(zip(moving, columns, copies, strict=True))
         if self._wants_gradient and moving:
             gradients = local_tensors([p.grad for p in moving])
             self._gradients = squares([g.coalesce().values() if g.is_sparse else g for g in gradients])
+
+    @torch.no_grad()
+    def launch(self, device: torch.device) -> None:
+        self._sums = self._measured(device)
 
     def _measured(self, device: torch.device) -> Tensor:
         """Sums of this rank, after the step; NaN where it was not told of one."""
@@ -65,7 +73,7 @@ class UpdateSize(Signal):
         kept_shares = [share if c is None else share * c.weight for share, c in zip(shares, columns, strict=True)]
         # One copy to the device for all numbers that the host knows.
         known = [kept_shares, shares, [copy.numel() for copy in before]]
-        kept, whole, sizes = torch.tensor(known, dtype=torch.float64).to(device)
+        kept, whole, sizes = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
         rows = [squares(before).to(device) * kept, squares(moved).to(device) * kept]
         rows.append(torch.zeros_like(whole) if gradients is None else gradients.to(device) * whole)
         return torch.stack([*rows, kept * sizes]).sum(1)
@@ -73,7 +81,8 @@ class UpdateSize(Signal):
     @torch.no_grad()
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
         """Add up what ranks have measured; a collective, and it waits for the device."""
-        found = replicas.sum_(self._measured(replicas.device)).cpu().tolist()
+        sums, self._sums = self._measured(replicas.device) if self._sums is None else self._sums, None
+        found = replicas.sum_(sums).cpu().tolist()
         if not math.isnan(found[0]):
             weights, update, gradient, num = found
             self._found = Sizes(math.sqrt(weights), _root(update), _root(gradient), num)
@@ -92,6 +101,11 @@ class UpdateSize(Signal):
 def _kept(parameters: Sequence[Tensor], columns: Sequence[Columns | None]) -> Iterator[Tensor]:
     """One after the other: what is kept of a parameter may be a copy."""
     return (t if c is None else c.of(t) for t, c in zip(local_tensors(parameters), columns, strict=True))
+
+
+def _is_part(kept: Tensor, parameter: Tensor) -> bool:
+    """Whether they share memory: what is kept of a matrix is a copy already."""
+    return kept.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:

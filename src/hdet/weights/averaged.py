@@ -6,7 +6,7 @@ import gc
 import math
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -139,14 +139,16 @@ class Weights:
             self._unnamed = buffers_beside(self.anchored())
         return self._unnamed or []
 
-    def inspect(self, step: int) -> tuple[int, bool]:
-        """A digest of what would be averaged, and whether this rank's part of it is finite. Waits for the device.
+    def inspect(self, step: int) -> Callable[[], tuple[int, bool]]:
+        """A digest of what would be averaged, and whether this rank's part of it is finite.
 
-        The digest is of whole parameters: the shards of one need not be of equal size.
+        Started on the device here; to call what is returned is to wait for it. The digest is of whole parameters: the
+        shards of one need not be of equal size.
         """
         self._refuse_join(step)
         tensors = self.averaged()
-        return shape_digest(tensors), is_healthy(tensors)
+        shapes, healthy = shape_digest(tensors), health_of(tensors)
+        return lambda: (shapes, healthy())
 
     def average(self, healthy: BoolArray, *, step: int, share: float = 1.0) -> float:
         """Eq. 3. Returns the largest distance of a healthy replica from the mean; ``share``: what this one counts."""
@@ -246,8 +248,8 @@ def shape_digest(tensors: Iterable[Tensor]) -> int:
     return digest
 
 
-def is_healthy(tensors: Sequence[Tensor]) -> bool:
-    """Whether every floating-point value is finite. Waits for the device."""
+def health_of(tensors: Sequence[Tensor]) -> Callable[[], bool]:
+    """Whether every floating-point value is finite: started here, and the call of what is returned waits for it."""
     floating = [t for t in memory_views(tensors) if t.is_floating_point() and t.numel()]
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for t in floating:
@@ -255,6 +257,10 @@ def is_healthy(tensors: Sequence[Tensor]) -> bool:
     # The norm is the fastest pass over memory torch has and finite almost always; it may overflow where the values
     # do not, so only a non-finite norm is worth a look at the values themselves.
     norms = [torch.stack(torch._foreach_norm(kind)).double().sum() for kind in by_kind.values()]
-    if math.isfinite(sum(norm.item() for norm in norms)):
-        return True
-    return all(bool(torch.isfinite(piece).all()) for t in floating for piece in pieces_of(t, BUCKET_BYTES))
+
+    def read() -> bool:
+        if math.isfinite(sum(norm.item() for norm in norms)):
+            return True
+        return all(bool(torch.isfinite(piece).all()) for t in floating for piece in pieces_of(t, BUCKET_BYTES))
+
+    return read
