@@ -161,8 +161,9 @@ def count_syncs(kind: str) -> int:
 class Block(nn.Module):
     """Attention and two linear layers."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, is_causal: bool = True) -> None:
         super().__init__()
+        self.is_causal = is_causal
         self.heads = max(1, width // 64)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
@@ -171,7 +172,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         num, length, width = x.shape
         q, k, v = self.qkv(self.norms[0](x)).view(num, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
         x = x + self.out(mixed.transpose(1, 2).reshape(num, length, width))
         out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
         return out
