@@ -91,6 +91,12 @@ ENTRIES = (
     Entry("stdlib-gpt-sgd", "extra", task="stdlib-gpt", optimizer="sgd"),
     Entry("stdlib-gpt-lion", "extra", task="stdlib-gpt", optimizer="lion"),
     Entry("stdlib-gpt-muon", "extra", task="stdlib-gpt", optimizer="muon"),
+    # As language models are trained: AdamW with betas of 0.9 and 0.95 and a decay of 0.1.
+    Entry("shakespeare-gpt-decay", "extra", task="shakespeare-gpt", optimizer="adamw"),
+    Entry("word-gpt-decay", "extra", task="word-gpt", optimizer="adamw"),
+    Entry("code-gpt-decay", "extra", task="code-gpt", optimizer="adamw"),
+    Entry("stdlib-gpt-decay", "extra", task="stdlib-gpt", optimizer="adamw"),
+    Entry("wikitext-gpt-decay", "extra", steps=600, task="wikitext-gpt", optimizer="adamw"),
     Entry("quadratic", "extra", steps=200),
     Entry("cifar10", "C", optimizer="torch-adamw", stacked=18),
     Entry("wikitext-gpt", "C", steps=600, optimizer="torch-adamw"),
