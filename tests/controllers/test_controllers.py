@@ -301,6 +301,26 @@ def test_a_velocity_is_one_of_two() -> None:
         PaperController(velocity="fast")  # type: ignore[arg-type]
 
 
+# -- Eq. 12 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("z", "move"),
+    [
+        (0.75, 0.0),  # as much against a higher value as optimism outweighs
+        (4.75, -0.2), (100.0, -1.0),
+        (-1.25, 0.1), (-5.0, 0.2), (-9.0, 0.2), (-35.0, 0.35), (-60.0, 0.5), (-1000.0, 0.5),
+    ],
+)  # fmt: skip
+def test_a_rise_is_limited_and_less_so_where_the_slope_is_very_sure(z: float, move: float) -> None:
+    controller = EvidenceController(smoothing=0.0)
+    evidence = Evidence(np.ones(1), np.ones((1, 1)), (np.array([0.1 * z]), np.array([0.1])))
+    _, decision = controller.update(controller.init(1), evidence)
+    assert_allclose(np.log(decision.factors), move, atol=1e-12)
+    _, decision = controller.update(controller.init(1), evidence._replace(in_warmup=True))
+    assert_allclose(np.log(decision.factors), min(move, 0.0), atol=1e-12)
+
+
 # -- the state ------------------------------------------------------------------------------------------------------
 
 

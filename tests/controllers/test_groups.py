@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 from hdet.checks import FloatArray
 from hdet.controllers import Controller, EvidenceController, Hold, LevelController
-from hdet.controllers.base import Evidence, grown, pack_state, unpack_state
+from hdet.controllers.base import Decision, Evidence, grown, pack_state, unpack_state
 from hdet.controllers.groups import FURTHEST, GroupController, GroupState
 
 ONE = np.ones((3, 1))
@@ -132,10 +132,29 @@ def test_what_shows_nothing_moves_nothing() -> None:
             assert np.isfinite(np.concatenate([part.ravel() for part in state])).all()
 
 
+class _Spy(EvidenceController):
+    def update(self, state: Any, evidence: Evidence) -> tuple[Any, Decision]:
+        self.seen = evidence
+        return super().update(state, evidence)
+
+
+def test_what_steers_the_level_sees_one_learning_rate() -> None:
+    alone = _Spy()
+    controller = GroupController(alone)
+    controller.update(controller.init(3), _evidence(np.array([1.0, 2.0, -4.0]), np.array([1.0, 2.0, 4.0])))
+    seen = alone.seen
+    assert seen.slopes is not None
+    assert seen.scales is not None
+    assert (len(seen.multipliers), seen.whole) == (1, None)
+    assert [row.tolist() for row in seen.slopes] == [[-1.0], [0.3]]
+    assert_allclose(seen.scales, [2.0])
+
+
 def test_its_state_is_saved_checked_grown_and_forgotten() -> None:
     rng = np.random.default_rng(3)
     controller = GroupController(LevelController())
     state: GroupState = controller.init(2)
+    controller.check_state(state)  # a run may be saved before its first round has ended
     for _ in range(12):
         state, _ = controller.update(state, _evidence(rng.normal(size=2), np.ones(2)))
     loaded = unpack_state(pack_state(state), controller.init(2))

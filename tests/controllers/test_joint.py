@@ -215,6 +215,7 @@ def test_its_state_survives_saving() -> None:
     for evidence in rounds:
         packed = pack_state(state)
         again = unpack_state(packed, controller.init(3))
+        controller.check_state(again)
         assert pack_state(again) == packed
         state, decision = controller.update(state, evidence)
         resumed, other = controller.update(again, evidence)

@@ -40,6 +40,16 @@ def test_it_is_the_slow_version(losses: list[float]) -> None:
     assert have_turned(losses) == slow_turned(losses)
 
 
+def test_it_is_the_slow_version_where_losses_fall_and_rise() -> None:
+    rng = np.random.default_rng(0)
+    found = []
+    for num in rng.integers(5, 40, 400):
+        losses = (1 + rng.uniform(0, 0.2) * np.linspace(-1, 1, num) ** 2 + 0.05 * rng.normal(size=num)).tolist()
+        found.append(have_turned(losses))
+        assert found[-1] == slow_turned(losses)
+    assert 0.2 < fmean(found) < 0.8
+
+
 def test_losses_that_overfit_have_turned() -> None:
     """A table of 442 rows, every 25 steps."""
     losses = [0.584, 0.521, 0.537, 0.546, 0.543, 0.596, 0.561, 0.704, 0.643, 0.884]

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from hdet.policy.level import (
+    MAX_PROBE,
     MAX_TRIES,
     MAX_WARM,
     MEASURABLE,
@@ -123,8 +124,15 @@ def test_without_an_update_to_measure_it_gives_up(sizes: Sizes | None, hint: boo
     assert not level.is_searching(MAX_TRIES)
     for step in range(MAX_TRIES + 1, 80):
         assert (level.share(step - 1), level.scale) == (1.0, 0.25)
-        assert not level.update(step, Sizes(1.0, 1e-2, 1.0, 4.0), 0.125, 0.5)  # too late
+        assert level.update(step, Sizes(1.0, 1e-2, 1.0, 4.0), 0.125, 0.5) == ""  # too late
     assert level.done
+
+
+def test_a_schedule_is_followed_as_it_is_where_nothing_can_be_measured() -> None:
+    level = Level(1000, peak=0.5, hint=True)
+    for step in range(1, MAX_TRIES + 1):
+        level.update(step, None, 0.5 * level.scale, 0.5)
+    assert (level.scale, level.share(MAX_TRIES), level.follows_hint) == (1.0, 1.0, True)
 
 
 def test_a_step_that_shows_nothing_in_between_is_left_out() -> None:
@@ -151,6 +159,15 @@ def test_the_search_takes_few_steps_that_move_little(unit: float, gradient: floa
     assert moved[0] <= 1e-9
     if unit <= max(gradient, 10.0):
         assert moved[-1] <= 100 * PROBE_SIZE
+
+
+@pytest.mark.parametrize("weights", [0.5, 10.0, 300.0])
+def test_before_an_update_was_seen_rates_follow_two_guesses_and_stay_near_them(weights: float) -> None:
+    """The second step would move weights by 1e-4 if it were like a sign, the third if it were like the gradient."""
+    rates = [rate for rate, _ in trained(Level(1000), lambda _: 0.0, MAX_TRIES, weights=weights, gradient=0.5)]
+    sign, gradient = PROBE_SIZE * weights / math.sqrt(100), PROBE_SIZE * weights / 0.5
+    assert rates[:4] == pytest.approx([PROBE_LR, sign, gradient, 100 * gradient])
+    assert rates[4:] == pytest.approx([MAX_PROBE * gradient] * (MAX_TRIES - 4))
 
 
 def test_weights_that_start_from_zero_have_some_size() -> None:
@@ -195,6 +212,10 @@ def test_a_schedule_that_warms_up_has_its_own_way() -> None:
 
 
 @given(log_off=st.floats(-6, 6))
+@example(log_off=math.log10(7.9))
+@example(log_off=math.log10(8.1))
+@example(log_off=-math.log10(7.9))
+@example(log_off=-math.log10(8.1))
 def test_a_peak_is_followed_within_a_factor_of_eight(log_off: float) -> None:
     found = SHARE * 10 / 90  # of Adam, as above
     off = 10**log_off
@@ -205,7 +226,9 @@ def test_a_peak_is_followed_within_a_factor_of_eight(log_off: float) -> None:
         assert (level.scale, level.follows_hint) == (1.0, True)
         bent = off > 1
         assert [text.startswith("the schedule is approached from 0.00222 instead of") for text in said] == [True] * bent
-        assert [level.share(step) for step in (0, 35)] == pytest.approx([1 / off / 12 if bent else 1.0, 1.0])
+        # In the first and the last of 12 steps of warm-up, halfway from there to three warm-ups, and at their end.
+        expected = [1 / off / 12, 1 / off, off**-0.5, 1.0] if bent else [1.0] * 4
+        assert [level.share(step) for step in (0, 11, 23, 35)] == pytest.approx(expected)
     elif off < 1 / TRUST * (1 - 1e-9) or off > TRUST * (1 + 1e-9):
         assert level.scale == pytest.approx(1 / off)
         assert said == [

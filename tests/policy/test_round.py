@@ -85,6 +85,41 @@ def test_a_broken_round_is_undone_until_the_budget_is_spent() -> None:
         end_round(policy, math.nan)
 
 
+def test_who_only_watches_hears_of_every_round_that_would_have_been_undone() -> None:
+    policy = make_policy(rollback=Rollback(1), acts=False)
+    found = [end_round(policy, loss) for loss in (1.0, math.nan, math.nan, math.nan, 1.0)]  # more than it may undo
+    assert [bool(verdict.events) for verdict in found] == [False, True, True, True, False]
+    assert found[1].events == ("this round would have been undone",)
+    assert not any(verdict.go_back for verdict in found)
+
+
+@pytest.mark.parametrize("of_one_model", [True, False])
+def test_a_model_that_ranks_share_is_broken_where_one_of_them_has_no_finite_loss(of_one_model: bool) -> None:
+    policy = make_policy(rollback=Rollback(3))
+    end_round(policy, 1.0)
+    verdict = end_round(policy, 1.0, math.nan, 1.0, 1.0, of_one_model=np.full(N, of_one_model))
+    assert verdict.go_back == of_one_model
+
+
+@pytest.mark.parametrize(
+    ("keeps_best", "seen", "steps"),
+    [
+        (False, {}, 8), (True, {}, 15),  # 0.3 and 0.6 of the 25 steps so far
+        (False, {"left": 9}, 8), (False, {"left": 8}, 0), (True, {"left": 8}, 8),  # unless the end is as near anyway
+        (False, {"last": True}, 0), (False, {"frozen": True}, 0),
+    ],
+)  # fmt: skip
+def test_the_final_decay_begins_when_validation_turns(keeps_best: bool, seen: dict[str, Any], steps: int) -> None:
+    policy = make_policy()
+    assert not policy.keeps_best
+    policy.keeps_best = keeps_best
+    for loss in (1.0, 0.5, 0.52, 2.0):
+        assert end_round(policy, 1.0, evaluation=loss).decay_steps == 0
+    verdict = end_round(policy, 1.0, evaluation=2.1, **seen)
+    assert verdict.decay_steps == steps
+    assert any("validation has not improved since step 10" in event for event in verdict.events) == (steps > 0)
+
+
 def test_where_a_doubtful_round_ended_is_no_place_to_go_back_to() -> None:
     rollback = Rollback(3)
     policy = make_policy(rollback=rollback)
@@ -168,6 +203,17 @@ def test_a_run_finds_its_level_in_rounds_of_one_step_and_warms_up() -> None:
     assert [policy.num_steps(step) for step in (3, 4, 5, 6, 10)] == [1, 1, 1, 1, 5]
 
 
+def test_the_round_that_finds_the_level_shows_the_share_of_the_warm_up_that_its_step_had() -> None:
+    policy = make_policy(level=Level(200))
+    train(policy, 1, 1)
+    assert policy.level is not None
+    assert not policy.level.found
+    rate = float(policy.steering.effective[0])
+    policy.end_round(Seen(2, np.ones(N), np.ones(N, dtype=bool), rate, sizes=Sizes(10.0, 30 * rate, 1.0, 100.0)))
+    assert policy.level.found
+    assert policy.steering.effective[0] == pytest.approx(LEVEL * 2 / 12)
+
+
 class _Spy(EvidenceController):
     def update(self, state: Any, evidence: Evidence) -> tuple[Any, Decision]:
         self.seen = evidence
@@ -192,6 +238,19 @@ def test_the_controller_is_told_of_time_start_and_updates() -> None:
     assert seen.update is not None
     assert seen.update == pytest.approx(3 * policy.steering.effective[0], rel=0.2)
     assert seen.level == policy.steering.level
+
+
+def test_the_way_up_to_a_schedule_that_is_followed_is_a_warm_up() -> None:
+    policy, controller = make_policy(level=Level(200, hint=True), acting=(0, 100)), _Spy()
+    policy.steering.controller = controller
+    policy.steering.state = controller.init(1)
+    rising = []
+    for step in (5, 10, 15, 20):
+        train(policy, step - 4, step, unit=0.1)
+        rising.append(controller.seen.in_warmup)
+    assert policy.level is not None
+    assert policy.level.follows_hint
+    assert rising == [True, True, False, False]
 
 
 def test_a_schedule_that_rises_is_a_warm_up_too() -> None:
@@ -232,6 +291,15 @@ def test_it_continues_from_its_state_at_every_step_of_the_start(saved_at: int) -
     assert [again.num_steps(step) for step in range(1, 26)] == [policy.num_steps(step) for step in range(1, 26)]
     assert repr(begun + train(again, saved_at + 1, 25)) == repr(expected)
     assert repr(again.state_dict()) == repr(whole.state_dict())
+
+
+def test_a_state_of_before_freezing_and_evaluations_is_continued() -> None:
+    state = make_policy().state_dict()
+    del state["frozen"], state["evaluations"]
+    policy = make_policy()
+    policy.load_state_dict(state)
+    assert not policy.frozen
+    assert policy.evaluations.steps == []
 
 
 def test_a_state_of_a_run_with_a_climb_is_refused() -> None:

@@ -81,6 +81,14 @@ def test_without_a_controller_nothing_is_decided() -> None:
     assert steering.state_dict()["controller"] == {}
 
 
+def test_one_replica_stands_at_the_base_values() -> None:
+    for steering in (steer(num_replicas=1), with_panel(_Counting([1.0] * 5), num_replicas=1)):
+        for _ in range(2):
+            assert_array_equal(steering.multipliers, np.ones((len(steering.scales), 1)))
+            assert_array_equal(steering.positions(0), steering.positions())
+            steering.next_round()
+
+
 def test_scales_stay_inside_their_bounds() -> None:
     steering = steer(_Scripted([3.0, 0.3]), scale_bounds=(0.2, 5.0))
     for _ in range(3):
@@ -131,12 +139,25 @@ def test_a_warm_up_lets_a_share_of_the_learning_rates_through() -> None:
 
 
 def test_a_deep_fall_asks_for_a_new_anchor_once() -> None:
-    steering = steer(_Scripted([0.5, 1.0]))
-    asked = []
+    steering = steer(_Counting([0.5, 1.0]))
+    asked, rounds = [], []
     for _ in range(6):
         steering.decide(np.ones(4))
         asked.append(steering.wants_new_anchor())
+        rounds.append(steering.state.total.tolist())
     assert asked == [False, False, True] * 2
+    assert rounds == [[1.0] * 2, [2.0] * 2, [0.0] * 2] * 2  # the evidence goes with the anchor
+
+
+def test_after_a_rollback_slopes_are_forgotten_and_what_the_run_has_gained_is_not() -> None:
+    steering = steer(LevelController())
+    advance(steering, 12)
+    before = steering.state
+    assert before.weight.all()
+    steering.cut(0.5)
+    assert not steering.state.weight.any()
+    assert steering.state.filled.tolist() == [12.0, 12.0]
+    assert_array_equal(steering.state.trail, before.trail)
 
 
 # -- a panel --------------------------------------------------------------------------------------------------------
@@ -158,12 +179,12 @@ class _Counting(_Scripted):
         return _Summing(state.total + 1), Decision(self.factors, {"z": z, "other": z})
 
 
-def with_panel(controller: Controller, **options: Any) -> Steering:
+def with_panel(controller: Controller, num_replicas: int = 4, **options: Any) -> Steering:
     """Two learning rates beside three knobs, of which the controller may move the first two."""
     panel = Panel(
         ("a", "b", "c"), (0.1, 0.5, 0.0), ((-1.0, 1.0), (-0.2, 0.2), (-1, 1)), (True, True, False), controller
     )
-    return steer(_Counting([1.0, 0.5]), panel=dataclasses.replace(panel, **options))
+    return steer(_Counting([1.0, 0.5]), num_replicas=num_replicas, panel=dataclasses.replace(panel, **options))
 
 
 def test_a_panel_moves_what_it_may_inside_its_bounds() -> None:
@@ -265,6 +286,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "fallen": ({"fallen": [-1.0, 0.0]}, "fallen must be 2 finite numbers"),
     "seed": ({"seed": -1}, "seed must be an integer >= 0, but got -1"),
     "round": ({"round": 1.5}, "round must be an integer >= 0, but got 1.5"),
+    "knobs": ({"panel": {"names": ["a"], "controller": {}}}, r"must be those of the state, \['a'\], but got \[\]"),
+    "knobs' names": ({"panel": {"names": "", "controller": {}}}, "must be those of the state, '', but got"),
     "controller": ({"controller": {"velocity": [0.0, 0.0]}}, "made with another controller"),
     "controller's numbers": (
         {"controller": pack_state(EvidenceController().init(2)) | {"slope": [math.nan, 0.0]}},
