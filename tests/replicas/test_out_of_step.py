@@ -20,7 +20,7 @@ from tiers import slow
 def _out_of_step(gradients: str, kind: str, name: str) -> dict[str, Any]:
     """Replica 1 is struck in step 2; the others should notice when they next meet."""
     rank, count = dist.get_rank(), dist.get_world_size()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     options = {"gradients": "local"} if gradients == "local" else {}
     run = Run(DistributedDataParallel(net()), FACES[name], (rank, count), **options)
     inject = Injector([Fault(kind, 1, 2)], rank)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_a_step_that_every_grad_scaler_skips_is_fine() -> None:
 def _alone(gradients: str, name: str, at: int) -> str:
     """Replica 1 enters converged() alone, as a script does that evaluates under `if rank == ...:`."""
     rank, count = dist.get_rank(), dist.get_world_size()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     model = DistributedDataParallel(net()) if gradients == "shared" else net()
     options = {"gradients": "local"} if gradients == "local" else {}
     run = Run(model, FACES[name], (rank, count), **options)
