@@ -79,6 +79,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Likewise what the tests of a file have imported: the next ones need not search it either."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Ranks of jobs are kept from one test to the next, not longer."""
     if "job" in sys.modules:

@@ -76,7 +76,7 @@ def test_resuming_from_a_bad_file_says_why(stopped: Path, tmp_path: Path, capsys
     whole = path.read_bytes()
     cannot = r"a checkpoint must be whole and hold tensors and plain values only, but \S+ cannot be loaded \(\w+: .*\)"
     bad: list[tuple[Any, str]] = [
-        *((whole[: len(whole) * part // 8], cannot) for part in range(8)),
+        *((whole[: len(whole) * part // 8], cannot) for part in (0, 1, 4, 7)),
         (_Malicious(marker), cannot),
         ({**good, "scheduler": _Malicious(marker)}, cannot),
         (

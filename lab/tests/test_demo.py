@@ -12,13 +12,17 @@ from hdet_lab import cli
 from hdet_lab.commands.demo import can_open
 from hdet_lab.runs import folder as run_folder
 from hdet_lab.runs.progress import RunBar
+from tiers import slow
 
 
-def test_the_demo_trains_compares_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("replicas", [1, slow(2)])
+def test_the_demo_trains_compares_and_reports(
+    replicas: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "demo"
-    assert cli.main(["demo", "--replicas", "2", "--steps", "12", "--out", str(out)]) == 0
+    assert cli.main(["demo", "--replicas", str(replicas), "--steps", "12", "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "2 replicas train a GPT" in said
+    assert f"{replicas} replicas train a GPT" in said
     for name in ("AutoLR", "OneCycleLR at 0.01", "OneCycleLR at 0.0001"):
         assert f"{name}: step 12/12, loss" in said
     assert re.search(

@@ -27,6 +27,7 @@ from hdet_lab.runs import folder as run_folder
 from hdet_lab.runs.folder import METRICS
 from hdet_lab.runs.settings import Settings
 from hdet_lab.tasks import TextTask
+from tiers import slow
 from torchrun import torchrun
 
 STEPS, INTERVAL = 12, 3
@@ -98,8 +99,7 @@ def test_tensorboard_reads_the_events(whole: dict[str, Path]) -> None:
     assert [event.step for event in events.Scalars("loss/replica1")] == ROUNDS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fixed", slow("gradient")])
 def test_interrupted_and_resumed_it_ends_the_same(
     method: str, whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,6 +286,7 @@ def in_a_terminal(arguments: list[str], err: str) -> None:
     sys.exit(cli.main(arguments))
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_reaches_every_process(tmp_path: Path) -> None:
     folder, written = tmp_path / "run", tmp_path / "stderr"
     arguments = ["train", "small-gpt", "--steps", "5000", "--interval", "3", "--replicas", "2", "--out", str(folder)]

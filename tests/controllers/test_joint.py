@@ -206,7 +206,7 @@ def test_a_constant_added_to_a_rounds_losses_does_not_matter(k: int, n: int, con
 
 @pytest.mark.parametrize("options", [{}, slow({"optimism": 0.75, "smoothing": 0.0, "gain": 3.0})])
 def test_it_keeps_the_contract_of_a_controller(options: dict[str, float]) -> None:
-    check_controller(lambda: JointController(**options))
+    check_controller(lambda: JointController(**options), num_replicas=(2, 8))
 
 
 def test_its_state_survives_saving() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
@@ -300,9 +300,9 @@ def test_noise_alone_never_raises_it() -> None:
     assert LOWEST * math.exp(-0.2) < np.median([run.end for run in runs]) < LOWEST * 1.1
 
 
-@pytest.mark.parametrize("num_rounds", [40, 120])
-def test_noise_does_not_raise_it_where_updates_are_small_either(num_rounds: int) -> None:
-    for seed in range(20):
+@pytest.mark.parametrize(("num_rounds", "num_runs"), [(40, 20), (120, 8)])
+def test_noise_does_not_raise_it_where_updates_are_small_either(num_rounds: int, num_runs: int) -> None:
+    for seed in range(num_runs):
         run = Run(lambda step: 2.0, num_rounds=num_rounds, seed=seed, error=(0.005, 0.1)[seed % 2], shrink=0.02)
         assert run.scales.max() <= 1.1
         assert run.end < 0.4
@@ -335,7 +335,7 @@ def test_batches_of_outliers_neither_lower_nor_raise_it() -> None:
     spiked = Run(lambda step: steady(step) + rare(step), num_rounds=100, noise=0.02)
     assert spiked.end > 0.7 * plain.end
     assert np.diff(np.log(spiked.scales)).clip(max=0).sum() > -0.3  # while few rows tell what is usual
-    for seed in range(10):
+    for seed in range(6):
         noise = np.random.default_rng(seed).standard_t(2, size=1001)
         assert Run(lambda step, noise=noise: 2 + 0.1 * noise[step], seed=seed, noise=0.0).scales.max() < 1.1  # type: ignore[misc]
 
@@ -446,6 +446,7 @@ ANY = st.floats() | st.sampled_from(
     slopes=st.lists(ANY, min_size=1, max_size=4), errors=st.lists(ANY.map(abs), min_size=1, max_size=3),
     level=st.booleans(),
 )  # fmt: skip
+@example(losses=[(0.0, 5), (1e101, 1), (1.0, 1), (1e101, 3)], slopes=[0.0], errors=[0.0], level=False)
 def test_no_loss_does_harm(
     losses: list[tuple[float, int]], slopes: list[float], errors: list[float], level: bool
 ) -> None:
@@ -469,7 +470,10 @@ def test_no_loss_does_harm(
         except BrokenError:
             assert in_a_row >= rollback.budget.max_rollbacks
             return
-        in_a_row = in_a_row + 1 if verdict.go_back else 0
+        if verdict.go_back:
+            in_a_row += 1
+        elif not rollback.doubtful:  # a round in doubt ends no row
+            in_a_row = 0
         policy.follow(step)
         assert 0 < steering.scales[0] < math.inf
         packed = pack_state(steering.state)

@@ -77,8 +77,8 @@ SCENARIOS = [
     _level("level of four groups", "adam", FOUR, seed=23, constant=True),
     _level("level, a scale for each", "adam", FOUR, seed=24, together=False, constant=True),
     _level("level, a round a step", "sgd", (0.2,), total_steps=150, seed=25, interval=1, constant=True),
-    _level("level, a schedule near it", "adam", (0.01,), seed=26),
-    _level("level, a schedule near it without a warm-up", "adam", (0.01,), seed=26, pct_start=0.05, div_factor=1.5),
+    _level("level, a schedule near it", "adam", (0.016,), seed=26),
+    _level("level, a schedule near it without a warm-up", "adam", (0.016,), seed=26, pct_start=0.05, div_factor=1.5),
     _level("level, a schedule far above", "adam", (30.0,), seed=27),
     _level("level, a schedule far below", "sgd", (1e-6,), seed=28, pct_start=0.05, div_factor=1.5),
     _level("level, without a bound on updates", "momentum", (0.01,), seed=29, constant=True, max_update=None),
@@ -358,7 +358,7 @@ def test_from_the_last_round_with_the_papers_controller_it_is_onecycleautolr(num
 @pytest.mark.parametrize("num_replicas", [2, slow(4)])
 def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
     for s in SCENARIOS:
-        want = expected(s.name, num_replicas)
+        want = expected(s.name, num_replicas if s in scenarios_for(num_replicas) else 1)
         assert np.abs(want.weights).max() < 100, s.name  # no chaos that magnifies rounding
         scales = np.stack([r.scales for r in want.rounds])
         assert np.abs(np.log(scales)).max() > 0.05, s.name
@@ -373,7 +373,7 @@ def test_the_scenarios_exercise_what_their_names_say(num_replicas: int) -> None:
     assert any(r.new_anchor for r in expected("a fall that renews the anchor", num_replicas).rounds[:-3])
     bounded = np.stack([r.scales for r in expected("bounds", num_replicas).rounds])
     assert bounded.min() == 0.8 or bounded.max() == 1.2
-    near = expected("level, a schedule near it", num_replicas).rounds
+    near = expected("level, a schedule near it", 1).rounds
     risen = [float(r.scales[0]) for r in near if r.step > 4 and r.in_warmup]
     assert risen == sorted(risen)  # approached from the level, which is below its peak, and then followed
     assert 0.5 < risen[0] < risen[-1] == 1.0

@@ -18,6 +18,7 @@ from hdet import AutoLR, reference
 from hdet.controllers import LevelController
 from hdet.controllers.base import Evidence
 from hdet.policy.rollback import Rollback
+from tiers import slow
 
 Array = np.ndarray[Any, Any]
 Make = Callable[[nn.Module, Optimizer, int], Any]
@@ -83,12 +84,12 @@ def compared(make: Make, kind: str, **settings: Any) -> tuple[Run, Run]:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize(("seed", "total_steps"), [(0, 6), (1, 20), (2, 97), (3, 160)])
+@pytest.mark.parametrize(("seed", "total_steps"), [(0, 6), (1, 20), (2, 97), slow(3, 160)])
 def test_every_step_is_that_of_the_reference(kind: str, seed: int, total_steps: int) -> None:
     compared(by_default, kind, seed=seed, total_steps=total_steps)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", slow("sgd")])
 def test_by_default_too(kind: str) -> None:
     """T = 5, and a round of a single step after the search."""
     compared(by_default, kind, seed=4, total_steps=500)

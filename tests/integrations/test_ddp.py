@@ -297,7 +297,7 @@ def test_torch_has_no_sync_batch_norm_on_the_cpu(found: Found) -> None:
 def _uneven(gradients: str) -> str:
     """Rank 1 has two batches less, and comes to the end of its epoch."""
     rank = dist.get_rank()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     face: Face = paper if gradients == "shared" else nesterov
     run = Run(_ddp(net()), face, (rank, 2), gradients=gradients)
 

@@ -57,14 +57,14 @@ def _sum_of_ranks() -> int:
     [
         (_fail_on_one, ReplicaError, "ValueError: not today"),
         (_die_on_one, ReplicaError, "the process ended without reporting an error"),
-        (_hang_on_one, TimeoutError, r"ranks \[1\] were not done after 3 s"),
+        (_hang_on_one, TimeoutError, r"ranks \[1\] were not done after 2 s"),
     ],
 )
 def test_what_goes_wrong_in_one_job_is_gone_in_the_next(function: Any, error: type[Exception], text: str) -> None:
     job.close()
     first = launch(_pids, 2)
     with pytest.raises(error, match=text):
-        launch(function, 2, timeout_s=3)
+        launch(function, 2, timeout_s=2)
     assert launch(_sum_of_ranks, 2) == [1, 1]
     kept = {rank.process.pid for rank in job._idle}
     assert (first[1] in kept) == (function is _fail_on_one)

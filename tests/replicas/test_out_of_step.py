@@ -14,12 +14,13 @@ import hdet.replicas.group
 from hdet.testing import Fault, Injector
 from job import error, launch
 from native import FACES, INTERVAL, TOTAL_STEPS, Run, batch, net, paper
+from tiers import slow
 
 
 def _out_of_step(gradients: str, kind: str, name: str) -> dict[str, Any]:
     """Replica 1 is struck in step 2; the others should notice when they next meet."""
     rank, count = dist.get_rank(), dist.get_world_size()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     options = {"gradients": "local"} if gradients == "local" else {}
     run = Run(DistributedDataParallel(net()), FACES[name], (rank, count), **options)
     inject = Injector([Fault(kind, 1, 2)], rank)  # type: ignore[arg-type]
@@ -38,8 +39,10 @@ def _out_of_step(gradients: str, kind: str, name: str) -> dict[str, Any]:
     return {"error": error(loop), "averaged": before != run.weights()}
 
 
-@pytest.mark.parametrize("name", ["paper", "gradient"])
-@pytest.mark.parametrize("gradients", ["shared", "local"])
+@pytest.mark.parametrize(
+    ("gradients", "name"),
+    [("shared", "gradient"), ("local", "paper"), slow("shared", "paper"), slow("local", "gradient")],
+)
 def test_an_error_on_one_rank_ends_the_others(gradients: str, name: str) -> None:
     results = launch(_out_of_step, 3, gradients, "error", name, timeout_s=150)
     assert results[1]["error"] == "InjectedError: injected into replica 1 in step 2"
@@ -53,7 +56,7 @@ def test_an_error_on_one_rank_ends_the_others(gradients: str, name: str) -> None
             assert found["error"].startswith("RuntimeError: ")
 
 
-@pytest.mark.parametrize("name", ["paper", "gradient"])
+@pytest.mark.parametrize("name", [slow("paper"), "gradient"])
 def test_a_scheduler_step_left_out_on_one_rank_is_found_within_the_timeout(name: str) -> None:
     results = launch(_out_of_step, 3, "shared", "skip_step", name, timeout_s=150)
     for index, found in enumerate(results):
@@ -143,7 +146,7 @@ def test_a_step_that_every_grad_scaler_skips_is_fine() -> None:
 def _alone(gradients: str, name: str, at: int) -> str:
     """Replica 1 enters converged() alone, as a script does that evaluates under `if rank == ...:`."""
     rank, count = dist.get_rank(), dist.get_world_size()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     model = DistributedDataParallel(net()) if gradients == "shared" else net()
     options = {"gradients": "local"} if gradients == "local" else {}
     run = Run(model, FACES[name], (rank, count), **options)

@@ -22,7 +22,7 @@ from job import told
 from level_run import LOW, TOTAL_STEPS, Run, make_optimizer, net, same
 from tiers import slow
 
-STARTS = (1e-8, 1.0, 100.0)
+STARTS = (1e-8, 100.0)
 WARM = int(0.06 * TOTAL_STEPS)
 
 Params = Iterable[Any]
@@ -141,10 +141,9 @@ ALIKE = ("AdamW, foreach", "Adam", "NAdam", "SGD", "SGD, foreach", "RMSprop", "A
     ],
 )
 def test_runs_from_anywhere_are_the_same_run(name: str, kind: str) -> None:
-    first, *others = (_Task(OPTIMIZERS[name], lr, kind) for lr in STARTS)
-    for other in others:
-        assert same(other.rows, first.rows)
-        assert repr(other.history) == repr(first.history)  # where NaN is NaN
+    first, other = (_Task(OPTIMIZERS[name], lr, kind) for lr in STARTS)
+    assert same(other.rows, first.rows)
+    assert repr(other.history) == repr(first.history)  # where NaN is NaN
     assert first.scheduler._run.policy.level.found  # type: ignore[union-attr]
     losses = [loss for _, loss, _ in first.rows]
     assert sum(losses[-10:]) < sum(losses[:10])
@@ -154,13 +153,13 @@ def test_runs_from_anywhere_are_the_same_run(name: str, kind: str) -> None:
 
 def test_it_trains_and_every_step_does() -> None:
     for kind in ("sgd", "momentum", "adam"):
-        run = Run(kind)
+        run = Run(kind, total_steps=150)
         first, weights = run.loss().item(), run.weights()
         for _ in range(NUM_FIRST + 1):
             run.step()
             assert run.weights() != weights
             weights = run.weights()
-        run.advance(TOTAL_STEPS)
+        run.advance(150)
         assert run.loss().item() < 0.1 * first, kind
 
 
@@ -181,7 +180,7 @@ def test_the_learning_rate_rises_along_a_line() -> None:
 def test_what_was_found_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     run = Run("adam")
     with caplog.at_level(logging.INFO, logger="hdet"):
-        run.advance(TOTAL_STEPS)
+        run.advance(4 * WARM)
     (said,) = caplog.messages
     assert said.startswith(f"the learning rate starts from {run.level.lr:.3g}, at which a step changes the weights by ")
     assert [record.step for record in run.scheduler.history if record.events] == [WARM]
@@ -219,28 +218,33 @@ def test_a_constructor_that_fails_leaves_learning_rates_as_they_were(
 # -- a checkpoint of any of the first steps -------------------------------------------------------------------------
 
 
+ALL = (0, 1, 2, NUM_FIRST, NUM_FIRST + 1, 12, WARM - 3)
+SOME = (1, NUM_FIRST, 12)
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "steps"),
     [
-        ("adam", {}),
-        ("momentum", {"max_rollbacks": 0}),
-        ("sgd", {"total_steps": None}),
-        ("adam", {"schedule": lambda o: OneCycleLR(o, 2e-3, TOTAL_STEPS)}),
-        ("adam", {"schedule": lambda o: OneCycleLR(o, 30.0, TOTAL_STEPS), "norm": True, "named": True}),
+        ("adam", {}, ALL),
+        ("momentum", {"max_rollbacks": 0}, SOME),
+        ("sgd", {"total_steps": None}, SOME),
+        ("adam", {"schedule": lambda o: OneCycleLR(o, 2e-3, TOTAL_STEPS)}, ALL),
+        ("adam", {"schedule": lambda o: OneCycleLR(o, 30.0, TOTAL_STEPS), "norm": True, "named": True}, SOME),
     ],
 )
-def test_any_of_the_first_steps_can_be_continued(kind: str, options: dict[str, Any]) -> None:
+def test_any_of_the_first_steps_can_be_continued(kind: str, options: dict[str, Any], steps: tuple[int, ...]) -> None:
     whole, until = Run(kind, **options), 3 * WARM // 2
-    states, rows = [whole.saved()], []
-    for step in range(1, until + 1):
+    states, rows = {}, []
+    for step in steps:
         rows += whole.advance(step)
-        states.append(whole.saved())
-    for step in (0, 1, 2, NUM_FIRST, NUM_FIRST + 1, 12, WARM - 3):
+        states[step] = whole.saved()
+    rows += whole.advance(until)
+    for step, state in states.items():
         resumed = Run(kind, **options)
         with torch.no_grad():
             for p in resumed.model.parameters():
                 p.fill_(7.0)  # another start
-        resumed.load(states[step])
+        resumed.load(state)
         assert resumed.advance(until) == rows[step:], step
         assert same(resumed.everything(), whole.everything())
         assert resumed.scheduler.found() == whole.scheduler.found()
@@ -314,7 +318,7 @@ def test_first_steps_that_show_nothing_only_take_time(how: str, kind: str) -> No
     assert run.level.done
     assert run.level.lr == pytest.approx(plain.level.lr, rel=0.5)
     assert run.lrs()[0] == pytest.approx(run.level.lr, rel=0.5)  # what broke at a negligible rate has lowered nothing
-    run.advance(TOTAL_STEPS)
+    run.advance(TOTAL_STEPS // 2)
     assert run.loss().item() < 0.2 * first
 
 
@@ -391,9 +395,10 @@ def test_a_schedule_near_the_level_is_followed_to_the_last_bit(
     peak = off * _level()
     run = Run("adam", schedule=lambda o: SCHEDULES[name](o, peak), total_steps=TOTAL_STEPS, start_steps=TOTAL_STEPS)
     plain = SCHEDULES[name](make_optimizer("adam", net().parameters()), peak)
+    until = TOTAL_STEPS - 1 if off < 1 and name == "one cycle" else 5 * WARM
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hdet"):
-        while run.scheduler.last_epoch < TOTAL_STEPS - 1:
+        while run.scheduler.last_epoch < until:
             run.step()
             plain.optimizer.step()
             plain.step()
@@ -423,7 +428,7 @@ def test_a_schedule_far_from_the_level_is_rescaled(name: str, off: float, caplog
     first = run.loss().item()
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hdet"):
-        while run.scheduler.last_epoch < TOTAL_STEPS - 1:
+        while run.scheduler.last_epoch < TOTAL_STEPS // 2:
             run.step()
             plain.optimizer.step()
             plain.step()
@@ -433,7 +438,7 @@ def test_a_schedule_far_from_the_level_is_rescaled(name: str, off: float, caplog
     assert said.startswith(f"the schedule's peak of {off * level:.3g} is ")
     assert said.endswith("; the schedule is rescaled to it")
     assert run.level.lr == pytest.approx(level, rel=0.5)
-    assert run.loss().item() < 0.1 * first
+    assert run.loss().item() < 0.2 * first
 
 
 def test_a_schedule_that_is_under_way_or_a_controller_of_ones_own_searches_only_where_asked_to() -> None:
@@ -455,7 +460,7 @@ def test_max_lr_holds_from_the_first_step_on(share: float, with_schedule: bool) 
     schedule = (lambda o: LambdaLR(_at(o, 1.0), lambda step: min((step + 1) / 50, 1.0))) if with_schedule else None
     highest = share * _level()
     run = Run("adam", schedule=schedule, total_steps=TOTAL_STEPS, max_lr=highest)
-    lrs = [run.lrs()[0], *(row[0][0] for row in run.advance(TOTAL_STEPS))]
+    lrs = [run.lrs()[0], *(row[0][0] for row in run.advance(150))]
     assert max(lrs) <= highest * (1 + 1e-12)
     if share > 1e-4:
         assert max(lrs[:100]) == pytest.approx(highest)
@@ -476,11 +481,12 @@ def test_a_group_that_joins_before_the_level_is_known_compares_with_what_was_giv
 def test_bounds_are_relative_to_the_level() -> None:
     run = Run("adam", bounds=(1.0, 1.0))
     run.advance(WARM)
-    assert [row[0][0] for row in run.advance(200)] == [run.level.lr] * (200 - WARM)
+    assert [row[0][0] for row in run.advance(100)] == [run.level.lr] * (100 - WARM)
     run = Run("adam", bounds=(0.5, 2.0))
-    run.advance(TOTAL_STEPS)
+    run.advance(100)
     scales = [record.scales[0] / run.level.lr for record in run.scheduler.history if record.step > WARM]
     assert 0.5 - 1e-12 <= min(scales) <= max(scales) <= 2.0 + 1e-12
+    assert max(scales) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("begun", [0, 2, 10])
@@ -500,8 +506,8 @@ def test_a_run_of_unknown_length_finds_its_level_and_goes_on() -> None:
     first = run.loss().item()
     run.advance(60)
     assert run.level.done
-    run.advance(TOTAL_STEPS)
-    assert run.loss().item() < 0.02 * first
+    run.advance(200)
+    assert run.loss().item() < 0.15 * first
 
 
 @pytest.mark.parametrize("total_steps", [1, 2, 3, 4, 5, 9])
@@ -532,11 +538,11 @@ def test_a_state_that_is_saved_in_the_middle_of_an_update_measures_nothing() -> 
 
 
 def test_trained_weights_get_a_level_too() -> None:
-    run = Run("adam")
-    run.advance(TOTAL_STEPS)
+    run = Run("adam", total_steps=200)
+    run.advance(200)
     trained = run.loss().item()
-    again = Run("adam", model=run.model)
-    again.advance(TOTAL_STEPS)
+    again = Run("adam", model=run.model, total_steps=200)
+    again.advance(200)
     assert again.loss().item() < 1.2 * trained
 
 

@@ -130,16 +130,30 @@ def test_nothing_changes_where_validation_still_falls() -> None:
     assert _equal(runs[0].weights(), runs[1].weights())
 
 
-@pytest.mark.parametrize("stop", [80, 85, 98])
-def test_a_resumed_run_has_the_best_weights_of_the_first(stop: int) -> None:
-    """Saved right after an evaluation; in mid-round; and in the decay."""
-    whole, first, second = Run(), Run(), Run()
-    whole.train(110)
-    first.train(stop)
-    second.model.load_state_dict(first.model.state_dict())
-    second.optimizer.load_state_dict(first.optimizer.state_dict())
-    second.auto.load_state_dict(copy.deepcopy(first.auto.state_dict()))
-    second.batches.set_state(first.batches.get_state())
+STOPS = (80, 85, 98)
+"""Right after an evaluation; in mid-round; and in the decay."""
+
+
+@pytest.fixture(scope="module")
+def saved() -> tuple[Run, dict[int, Any]]:
+    """A run of 110 steps, and what was saved on the way."""
+    whole, states = Run(), {}
+    for stop in STOPS:
+        whole.train(stop - whole.auto.last_epoch)
+        parts = [part.state_dict() for part in (whole.model, whole.optimizer, whole.auto)]
+        states[stop] = copy.deepcopy(parts), whole.batches.get_state()
+    whole.train(110 - whole.auto.last_epoch)
+    return whole, states
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_resumed_run_has_the_best_weights_of_the_first(saved: tuple[Run, dict[int, Any]], stop: int) -> None:
+    whole, second = saved[0], Run()
+    (model, optimizer, auto), batches = saved[1][stop]
+    second.model.load_state_dict(model)
+    second.optimizer.load_state_dict(optimizer)
+    second.auto.load_state_dict(auto)
+    second.batches.set_state(batches)
     second.train(110 - stop)
     assert second.lrs == whole.lrs[stop:]
     assert _equal(second.weights(), whole.weights())

@@ -307,8 +307,8 @@ def test_inside_converged_the_learning_rate_is_at_its_base_too(
 
 def test_knobs_of_replicas_lie_around_their_base(ends: dict[int, list[dict[str, Any]]]) -> None:
     for name in ("local", "shared"):
-        for i, start in enumerate(ends[4][0][name]["base"]):
-            values = sorted(result[name]["apart"][0][i] for result in ends[4])
+        for i, start in enumerate(ends[2][0][name]["base"]):
+            values = sorted(result[name]["apart"][0][i] for result in ends[2])
             assert values[0] < start < values[-1]
 
 

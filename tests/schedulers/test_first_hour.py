@@ -88,7 +88,7 @@ WITHOUT_END: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", [slow(name, when=n % 3 > 0) for n, name in enumerate(WITHOUT_END)])
+@pytest.mark.parametrize("name", [slow(name, when=n % 6 > 0) for n, name in enumerate(WITHOUT_END)])
 def test_a_schedule_without_an_end_ends_as_well_as_without_hdet(name: str) -> None:
     make = WITHOUT_END[name]
     plain, auto = _Job(make), _Job(lambda o: AutoLR(make(o)))
@@ -148,8 +148,7 @@ def test_a_shape_that_is_kept_is_followed_exactly_after_its_factor_was_found(tot
         return _Job(lambda o: AutoLR(make(o), total_steps=total_steps, adapt=Adapt(shape=shape)))
 
     assert _follows(kept("keep"), expected, start)
-    assert not _follows(kept("free"), expected, start)
-    assert not _follows(kept(None), expected, start)
+    assert not _follows(kept("free" if total_steps is None else None), expected, start)
 
 
 @pytest.mark.parametrize("name", ["StepLR", "MultiStepLR", "warm restarts", "CyclicLR", "inside"])
@@ -301,12 +300,12 @@ def test_the_others_say_it_too() -> None:
 # -- max_lr -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [_cosine, WITHOUT_END["CyclicLR"], WITHOUT_END["LambdaLR"]])
+@pytest.mark.parametrize("make", [_cosine, WITHOUT_END["CyclicLR"]])
 def test_no_learning_rate_exceeds_max_lr(make: Make) -> None:
     job = _Job(lambda o: AutoLR(make(o), max_lr=1e-3))
     free = _Job(lambda o: AutoLR(make(o)))
-    assert max(free.train(200)) > 1.2e-3
-    assert 0.99e-3 < max(job.train(200)) <= 1e-3 * (1 + 1e-12)
+    assert max(free.train(120)) > 1.2e-3
+    assert 0.99e-3 < max(job.train(120)) <= 1e-3 * (1 + 1e-12)
 
 
 def test_max_lr_by_param_group() -> None:
@@ -382,11 +381,11 @@ def test_a_run_without_hdet_is_continued_as_it_is(make: Make) -> None:
 def test_the_optimizer_alone_takes_only_the_step(state: Any) -> None:
     if isinstance(state, LRScheduler):
         state = {**state.state_dict(), "last_epoch": 100}
-    job = _Job(lambda o: AutoLR(o, total_steps=400))
+    job = _Job(lambda o: AutoLR(o, total_steps=200))
     job.scheduler.load_state_dict(state)
     assert job.scheduler.last_epoch == 100
     assert job.train(3) == [3e-3] * 3
-    job.train(297)
+    job.train(97)
     assert job.scheduler.finished
 
 

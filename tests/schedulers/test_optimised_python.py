@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # in interpreters of their own
+
 _JOIN_AND_LOAD = """
 import copy, sys, torch
 from hdet import AutoLR
@@ -63,6 +65,5 @@ def test_a_group_that_joins_before_a_load_is_taken_up_with_what_it_was_given() -
     assert _run(_JOIN_AND_LOAD).split() == ["0.2", "2", "0.2"]
 
 
-@pytest.mark.slow
 def test_the_contract_of_signals_is_checked() -> None:
     assert "drain must return a Reading, but got NoneType" in _run(_BAD_SIGNAL)

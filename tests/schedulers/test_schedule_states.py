@@ -217,8 +217,8 @@ def _train(kind: str, steps: int, *, watched: bool) -> tuple[list[float], list[A
 @pytest.mark.filterwarnings("ignore:the round that ended at step")  # momentum carries a model past its minimum
 @pytest.mark.parametrize("kind", ["AutoLR", "OneCycleAutoLR", "Explorer"])
 def test_another_thread_may_write_the_state_while_training_goes_on(kind: str) -> None:
-    alone, _, _ = _train(kind, 200, watched=False)
-    weights, states, errors = _train(kind, 200, watched=True)
+    alone, _, _ = _train(kind, 100, watched=False)
+    weights, states, errors = _train(kind, 100, watched=True)
     assert errors == []
     assert weights == alone  # not a loss was counted twice, or lost
     for state in states:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -53,11 +54,18 @@ class Loop:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
+@functools.cache
+def _undisturbed() -> list[float]:
+    """Learning rates of a run that nobody tells anything."""
+    loop = Loop()
+    loop.train(AutoLR(loop.optimizer, total_steps=STEPS).step)
+    return loop.lrs
+
+
 # -- Adapt(act=False) -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "optimizer"), [("one cycle", "AdamW"), ("cosine", "SGD"), ("steps", "AdamW")])
 def test_one_that_only_watches_changes_nothing(name: str, optimizer: str) -> None:
     plain, watched = Loop(optimizer), Loop(optimizer)
     schedule = SCHEDULES[name](plain.optimizer)
@@ -132,15 +140,14 @@ def _frozen(auto: AutoLR) -> list[float]:
 
 
 def test_a_scale_that_is_frozen_stays() -> None:
-    loop, free = Loop(), Loop()
+    loop, free = Loop(), _undisturbed()
     auto = AutoLR(loop.optimizer, total_steps=STEPS)
     loop.train(auto.step, 60)
     auto.freeze()
     loop.train(auto.step, STEPS - 60)
     assert len(set(_frozen(auto))) == 1
-    free.train(AutoLR(free.optimizer, total_steps=STEPS).step)
-    assert loop.lrs[:64] == free.lrs[:64]
-    assert loop.lrs[70:] != free.lrs[70:]
+    assert loop.lrs[:64] == free[:64]
+    assert loop.lrs[70:] != free[70:]
 
 
 def test_it_stays_after_a_resume() -> None:
@@ -193,8 +200,7 @@ def _evaluated(auto: AutoLR, loss: Callable[[int], Any], **mode: Any) -> Callabl
     ("loss", "mode"),
     [
         (_overfits, "min"),
-        (lambda step: torch.tensor(-_overfits(step)), "max"),
-        (lambda step: 1 - _overfits(step), "max"),
+        (lambda step: torch.tensor(1 - _overfits(step)), "max"),
     ],
 )
 def test_the_decay_begins_where_validation_has_turned(
@@ -227,11 +233,10 @@ def test_the_decay_begins_where_validation_has_turned(
     ],
 )
 def test_nothing_happens_otherwise(loss: Callable[[int], float]) -> None:
-    loop, plain = Loop(), Loop()
+    loop = Loop()
     auto = AutoLR(loop.optimizer, total_steps=STEPS)
     loop.train(_evaluated(auto, loss))
-    plain.train(AutoLR(plain.optimizer, total_steps=STEPS).step)
-    assert loop.lrs == plain.lrs
+    assert loop.lrs == _undisturbed()
 
 
 @pytest.mark.parametrize("stop", [85, 92])

@@ -210,9 +210,9 @@ def test_a_model_that_overfits_ends_lower() -> None:
 
 
 def test_probes_are_few() -> None:
-    task, scheduler = make_run(400)
-    task.train(scheduler, 400)
-    assert task.num_probes == 400 // PROBE_EVERY
+    task, scheduler = make_run(200)
+    task.train(scheduler, 200)
+    assert task.num_probes == 200 // PROBE_EVERY
 
 
 def test_the_first_probes_do_not_hold_a_run_up() -> None:
@@ -236,16 +236,16 @@ def test_after_that_only_probes_decide() -> None:
 
 
 def test_it_is_resumed_exactly() -> None:
-    task, scheduler = make_run(400)
+    task, scheduler = make_run(250)
     task.train(scheduler, 150)
-    again, other = make_run(400)
+    again, other = make_run(250)
     again.model.load_state_dict(task.model.state_dict())
     other.optimizer.load_state_dict(copy.deepcopy(scheduler.optimizer.state_dict()))
     other.load_state_dict(copy.deepcopy(scheduler.state_dict()))
     for mine, theirs in ((task.generator, again.generator), (task.held_out, again.held_out)):
         theirs.set_state(mine.get_state())
-    task.train(scheduler, 250)
-    again.train(other, 250)
+    task.train(scheduler, 100)
+    again.train(other, 100)
     assert again.final() == task.final()
     assert other.history[-1].held_out == scheduler.history[-1].held_out
 
