@@ -89,14 +89,14 @@ class AutoLR:
 
     def measure_level(self, update: Tensor) -> None:
         """Eq. 16: level x (largest + 2 last) = delta |theta|. Updates of one size are then delta / 3 of the weights."""
-        root = math.sqrt(len(update))
+        root, caution = math.sqrt(len(update)), min(max(math.sqrt(2e6 / len(update)), 1 / 3), 1.0)  # of large models
         size = max(float(self.before.norm()), 1e-3 * root)  # weights that start from zero have no size of their own
         if update.norm() > 1e-6 * size:  # less is lost in rounding
             # Updates per unit of learning rate. Adam's first is a sign, and those that follow shrink as noise averages
             # out; Lion's all are signs; those of momentum grow. So the last one counts twice beside the largest.
             last = float(update.norm()) / self.optimizer.param_groups[0]["lr"]
             self.largest = max(self.largest, last)
-            self.level = self.delta * size / (self.largest + 2 * last)
+            self.level = caution * self.delta * size / (self.largest + 2 * last)
         elif not self.largest:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
             aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
             self.level = next((aim for aim in aims if aim > self.level), 100 * self.level)

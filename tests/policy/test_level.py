@@ -170,6 +170,34 @@ def test_before_an_update_was_seen_rates_follow_two_guesses_and_stay_near_them(w
     assert rates[4:] == pytest.approx([MAX_PROBE * gradient] * (MAX_TRIES - 4))
 
 
+@pytest.mark.parametrize(
+    ("num", "share"), [(1, 1.0), (2_000_000, 1.0), (8_000_000, 0.5), (18_000_000, 1 / 3), (10**12, 1 / 3)]
+)
+def test_steps_of_large_models_begin_smaller(num: float, share: float) -> None:
+    """By the square root of their size beyond two million entries, down to a third.
+
+    Whether a schedule is followed goes by what a small model would begin with.
+    """
+    levels = [Level(1000), Level(1000, peak=1.0, hint=True)]
+    for level in levels:
+        for step in range(1, 100):
+            rate = level.scale * level.share(step - 1)
+            level.update(step, Sizes(10.0, 10 * rate, 3.0, num), rate, 1.0)
+        assert level.lr == pytest.approx(share * SHARE * max(10.0, 1e-3 * math.sqrt(num)) / 30)
+    usual = levels[1].lr / share
+    for ratio, follows in ((7.9, True), (8.1, False), (1 / 7.9, True), (1 / 8.1, False)):
+        levels[1].peak = ratio * usual
+        assert levels[1].follows_hint is follows
+
+
+def test_a_state_of_an_earlier_version_has_no_caution() -> None:
+    state = Level(1000).state_dict()
+    del state["caution"]
+    loaded = Level.from_state(state)
+    assert loaded is not None
+    assert loaded.caution == 1.0
+
+
 def test_weights_that_start_from_zero_have_some_size() -> None:
     level = Level(1000)
     for step in range(1, 100):

@@ -504,6 +504,7 @@ def test_tensors_of_a_large_model_are_added_up_together(monkeypatch: pytest.Monk
             expected[i // 3] += kept.sum().item()
     signal.share(Replicas(None), np.array([1.0]))
     reading = signal.drain()
-    assert reading.slopes is not None and reading.total_slope is not None
+    assert reading.slopes is not None
+    assert reading.total_slope is not None
     assert reading.slopes[0] == pytest.approx(expected, rel=1e-5)
     assert reading.total_slope[0] == pytest.approx(sum(expected), rel=1e-5)

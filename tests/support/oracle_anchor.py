@@ -137,9 +137,10 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
         return Found(scale)
     done = updates[-1].step >= max(warm, 4)
     delta = 0.02 * min(math.sqrt(max(200 / s.total_steps, 1.0)), 2.0)
-    lr = delta * weights / (max(ratios) + 2 * ratios[-1])
+    caution = min(max(math.sqrt(2e6 / num_entries), 1 / 3), 1.0)
+    lr = caution * delta * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
-    if not s.constant and 1 / 8 <= lr / peak <= 8:
+    if not s.constant and 1 / 8 <= lr / caution / peak <= 8:
         return Found(1.0, True, done, lr < peak and not warms_up_itself, below=min(lr / peak, 1.0))
     return Found(lr / peak, True, done, not warms_up_itself, followed=False)
 

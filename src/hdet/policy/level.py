@@ -1,15 +1,16 @@
 """The first learning rate, from the size of the updates (Eq. 16). Numbers only.
 
-A step that changes the weights by somewhat less than a hundredth of their size is a sensible first one for every
-optimizer and every size of model; the learning rate that does so follows from one measured update. So the first steps
-are taken at a negligible rate, which tells the size of an update per unit of learning rate, and the rate then rises
-along the warm-up.
+A step that changes the weights by somewhat less than a hundredth of their size, in large models by a third of that, is
+a sensible first one for every optimizer; the learning rate that does so follows from one measured update. So the first
+steps are taken at a negligible rate, which tells the size of an update per unit of learning rate, and the rate then
+rises along the warm-up.
 Every step trains, and none is taken back.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hdet.checks import flag_of, mapping_of, number, shown, whole_of
@@ -18,6 +19,9 @@ SHARE = 0.02
 """delta of Eq. 16. Updates that all have one size change the weights by a third of it, 0.67%, at the level."""
 SHORT_RUN, MOST = 200, 2.0
 """Steps of a run below which each has to do more, by the square root; and at most so many times more."""
+SMALL_MODEL, LEAST = 2e6, 1 / 3
+"""Entries of a model above which a step has to do less, by the square root; and at least so many times as much. The
+best learning rate falls with the width of a model, the size of its weights less or not at all."""
 SETTLED = 2.0
 """What the last update counts beside the largest one: updates of a fixed size, as Lion's, add up to more than those
 that shrink as noise averages out, as Adam's."""
@@ -69,6 +73,11 @@ class Sizes(NamedTuple):
         """Whether the update is more than rounding."""
         return math.isfinite(self.update) and self.update > MEASURABLE * self.floored
 
+    @property
+    def caution(self) -> float:
+        """What a first step has to do beside one of a small model."""
+        return min(max(math.sqrt(SMALL_MODEL / max(self.num, 1.0)), LEAST), 1.0)
+
 
 class Level:
     """Finds the scale at which a run starts.
@@ -102,6 +111,7 @@ class Level:
         self.peak, self.given, self.hint, self.warms_up = peak, given, hint, warms_up
         self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.last = self.lr = self._weights = 0.0
+        self.caution = 1.0
         self.num_tries = 0
         self.found = self.gave_up = self.done = False
         self._probed = 0.0
@@ -109,7 +119,8 @@ class Level:
     @property
     def follows_hint(self) -> bool:
         """Whether the schedule's own peak is the level."""
-        return self.hint and (self.gave_up or 1 / TRUST <= self.lr / self.peak <= TRUST)
+        usual = self.lr / self.caution  # caution is for a rate that nobody has chosen
+        return self.hint and (self.gave_up or 1 / TRUST <= usual / self.peak <= TRUST)
 
     def is_searching(self, step: int) -> bool:
         """Whether the step after ``step`` is a round of its own."""
@@ -147,7 +158,7 @@ class Level:
         else:
             self._measure(sizes, rate)
         if self.found and not self.done and self.largest > 0:
-            self.lr = _bounded(self.size * self._weights / (self.largest + SETTLED * self.last))
+            self.lr = _bounded(self.caution * self.size * self._weights / (self.largest + SETTLED * self.last))
             self.scale = 1.0 if self.follows_hint else _bounded(self.lr / self.peak)
         if step >= max(self.warm_steps, NUM_FIRST) and (self.found or self.gave_up) and not self.done:
             self.done = True
@@ -180,7 +191,7 @@ class Level:
         if sizes.is_measurable:
             self.last = _bounded(sizes.update / rate)
             self.largest = max(self.largest, self.last)
-            self._weights = sizes.floored
+            self._weights, self.caution = sizes.floored, sizes.caution
 
     def _say(self) -> str:
         if self.gave_up:
@@ -212,10 +223,11 @@ class Level:
         """A new one out of a state, None out of that of a run without; ValueError or KeyError where it cannot be."""
         if state is None:
             return None
-        found = mapping_of(state, "level")
+        found: Mapping[str, Any] = mapping_of(state, "level")
         for name in ("warm_steps", "num_tries"):
             whole_of(found[name], name)
-        for name in ("size", "peak", "given", "scale"):
+        found = {"caution": 1.0, **found}  # states of earlier versions have none
+        for name in ("size", "peak", "given", "scale", "caution"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
         for name in ("largest", "last", "lr", "_probed", "_weights"):
