@@ -11,8 +11,8 @@
 - ``prodigy`` (with its safeguard for warm-ups), ``d-adaptation``: betas 0.9 and 0.999; ``mechanic`` around Adam. All
   three follow a cosine with a warm-up of 5% and a peak of 1.
 - ``dog``: constant, evaluated at its polynomial average; first distance 1e-6, with BatchNorm 1e-4.
-- ``schedule-free``: betas 0.9 and 0.999, constant after a warm-up of 10%, at its package's default of 0.0025;
-  ``schedule-free-grid``: the same at several learning rates; ``schedule-free-autolr``: AutoLR sets its learning rate.
+- ``schedule-free``: betas 0.9 and 0.999, constant after a warm-up of 10%, at its package's default of 0.0025.
+- ``schedule-free-grid``: the same at several learning rates; ``schedule-free-autolr``: AutoLR sets its learning rate.
 - ``finder``: a tenth of the run grows the learning rate from 1e-7 to 10; a tenth of where the smoothed loss was lowest
   is the peak of a one-cycle in the other nine tenths.
 - ``halving``: half of the run's compute for eight learning rates, then four, then two, judged by validation loss; the

@@ -30,7 +30,7 @@ from hdet_lab.bench.summary import (
     verdict,
     worth,
 )
-from hdet_lab.bench.versions import MARK, SENTENCE, equivalent, is_current
+from hdet_lab.bench.versions import MARK, OF_AUTOLR, SENTENCE, equivalent, is_current
 
 PAGE = "results.md"
 MIN_SHOWN = 0.4
@@ -47,9 +47,8 @@ looked at on every task here, half B too; defaults of rivals were chosen on half
 tasks, and judge nothing about others."""
 _JUDGED = """\
 Half C judged AutoLR once, with code that had never been tried on it: +19.77% [+2.11%, +53.53%], within 2% on 5 of 11
-tasks, worth 5 runs of random search. Two rules were repaired on its tasks since, so that the figures above, of the code
-of today, judge nothing. AutoLR's other settings were looked at on halves A and B; defaults of rivals were chosen on
-half A, and the tasks of half C by looking at fixed learning rates alone."""
+tasks, worth 5 runs of random search. Two rules were repaired on its tasks since: the figures above judge nothing.
+AutoLR's other settings were looked at on halves A and B; defaults of rivals were chosen on half A."""
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
 seed, less 1; means are geometric. The best of the grid has the lowest mean over seeds of that same loss, which
@@ -62,9 +61,8 @@ Share of tasks of {halves} on which a method's median run comes within {slack:.0
 ends, in at most so many times the steps of the fastest method; methods
 that do on at least {least:.0%} of them."""
 _RECORDS = """\
-Every run is in `lab/benchmarks/results/bench/*.json`, one a line. `hdet bench` makes the records, `hdet bench --pages`
-this page; `hdet bench --task mine.py:Task` compares on your own [task](lab.md#a-task-of-your-own). "With changes": the
-working tree differed from the commit."""
+Every run is in `lab/benchmarks/results/bench/`. `hdet bench` makes the records, `hdet bench --pages`
+this page; `hdet bench --task mine.py:Task` compares on your own [task](lab.md#a-task-of-your-own)."""
 
 
 def make_pages(records: Path, docs: Path) -> list[Path]:
@@ -112,7 +110,8 @@ def render(records: Sequence[Record], why: str = "", current: Collection[str] = 
 def marked(label: str, method: str, tasks: Iterable[TaskSummary], current: Collection[str]) -> str:
     """The label, with a mark where some runs are of an earlier version of AutoLR."""
     records = [task.record for task in tasks if method in task.excess]
-    return label if all(is_current(method, record.facts, current) for record in records) else f"{label}{MARK}"
+    fine = all(record.name not in current and is_current(method, record.facts, current) for record in records)
+    return label if fine or method not in OF_AUTOLR else f"{label}{MARK}"
 
 
 def footnote(lines: Sequence[str]) -> list[str]:
@@ -219,10 +218,7 @@ def _means(method: str, others: Others) -> list[str]:
 def _overfitting(tasks: Sequence[TaskSummary], shown: Collection[str], current: Collection[str]) -> list[str]:
     said = f"The rule: more than {MAX_PASSES} passes over the training rows, and more parameters than rows: "
     said += "; ".join(f"{task.record.name} ({task.overfits})" for task in tasks)
-    said += (
-        ". A lower training loss is a higher validation loss there. They are in no mean above; the rule was written "
-    )
-    said += "down after results were known."
+    said += ". They are in no mean above; the rule was written down after results were known."
     rows = []
     for method in (method for method in SHOWN if method in shown):
         if all(method in task.excess for task in tasks):

@@ -17,7 +17,8 @@ from hdet_lab.runs.code_hash import code_sha256
 FILE = "versions.json"
 """Beside the records: names of code that is equivalent, each with one line that says why.
 
-A name is a hash, or ``golden`` and a hash of the golden trajectories, which stands for all code that keeps them.
+A name is a hash, or ``golden`` and a hash of the golden trajectories, which stands for all code that keeps them. Or
+the name of a task, whose runs are of an earlier version all the same.
 """
 GOLDEN = Path("tests") / "golden" / "trajectories.json"
 GOLDEN_RUNS = ("AdamW", "SGD", "SGD with momentum", "updates of a fixed size", "rollback")
