@@ -16,7 +16,7 @@ import hdet.replicas.average
 from hdet import OneCycleAutoLR
 from hdet.replicas.average import mean_
 from hdet.replicas.group import Replicas
-from hdet.weights.averaged import is_healthy
+from hdet.weights.averaged import health_of
 from job import launch
 
 Array = NDArray[np.float64]
@@ -178,7 +178,7 @@ def _unhealthy(index: int) -> tuple[list[Array], bool]:
         tensors[1].fill_(1000)
         tensors[2][1] = math.inf
     healthy = [r != index for r in range(replicas.count)]
-    own = is_healthy(tensors)
+    own = health_of(tensors)()
     mean_(tensors, replicas, healthy)
     return [_numbers(t) for t in tensors], own
 
@@ -202,12 +202,12 @@ def test_health_finds_one_bad_value_and_no_false_ones(bad: float, dtype: torch.d
         torch.arange(3),
         torch.ones(1).expand(9),
     ]
-    assert is_healthy(tensors)
+    assert health_of(tensors)()
     if not dtype.is_complex:
         tensors[2].fill_(torch.finfo(dtype).max)  # finite, though its norm is not
-        assert is_healthy(tensors)
+        assert health_of(tensors)()
     tensors[2][1, 2] = bad
-    assert not is_healthy(tensors)
+    assert not health_of(tensors)()
 
 
 class _Everything(nn.Module):

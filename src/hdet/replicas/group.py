@@ -50,7 +50,7 @@ class Replicas:
         self.index = dist.get_rank(group) if group is not None else 0
         self.count = dist.get_world_size(group) if group is not None else 1
         self.device = collective_device(group) if group is not None else torch.device("cpu")
-        self._device_types = {device.type for device in group._device_types} if group is not None else set()
+        self._device_types = device_types(group) if group is not None else set()
         self.holds_all_parameters = True
         """Whether each of them holds all that it trains; False where members of the group are shards of one model."""
         self._key = ""
@@ -311,9 +311,14 @@ def _store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def device_types(group: dist.ProcessGroup) -> set[str]:
+    """Kinds of devices that the group has a backend for."""
+    return {pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")}
+
+
 def collective_device(group: dist.ProcessGroup) -> torch.device:
     """Where small collectives live: the host if the backend can, else the accelerator."""
-    types = {device.type for device in group._device_types}
+    types = device_types(group)
     if "cpu" in types:
         return torch.device("cpu")
     kind = next(iter(types))

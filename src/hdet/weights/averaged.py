@@ -85,7 +85,8 @@ class Weights:
     def _refuse_join(self, step: int) -> None:
         """Raise inside DistributedDataParallel's ``join()``: ranks that are done answer other collectives than ours."""
         for module in self.model.modules() if self.model is not None else ():
-            if isinstance(module, DistributedDataParallel) and module._join_config.enable:
+            joining = getattr(module, "_join_config", None) if isinstance(module, DistributedDataParallel) else None
+            if getattr(joining, "enable", False):
                 raise RuntimeError(
                     f"replicas cannot converge inside DistributedDataParallel.join(), but step {step} is: ranks that "
                     "have run out of data would not take part, and in the end one rank's weights would replace all "
