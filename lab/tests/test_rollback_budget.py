@@ -170,6 +170,8 @@ def test_the_stacked_engine_gives_up_where_real_processes_do() -> None:
         steered.take(np.array([math.nan]), math.nan, SIZES)
         verdict = steered.end_round(T * (index + 1), np.array([True]), 1.0, last=False)
         assert (verdict is None) == (index >= MAX_ROLLBACKS)
-    assert steered.result.error.startswith(f"training broke again at step {T * 21} after 20 rollbacks in a row")
+    assert steered.result.error.startswith(
+        f"training broke again at step {T * 21} after 20 rollbacks without a healthy round between them"
+    )
     assert steered.result.num_rollbacks == MAX_ROLLBACKS
     assert len(steered.result.base_lr) == 30

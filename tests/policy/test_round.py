@@ -81,7 +81,9 @@ def test_a_broken_round_is_undone_until_the_budget_is_spent() -> None:
     held = end_round(policy, 1.0, 1.1, 1.2, 1.4)
     assert (held.held, held.go_back, held.control) == (True, False, {})
     policy.rollback = Rollback(0)
-    with pytest.raises(BrokenError, match="training broke again at step 30 after 0 rollbacks in a row"):
+    with pytest.raises(
+        BrokenError, match="training broke again at step 30 after 0 rollbacks without a healthy round between them"
+    ):
         end_round(policy, math.nan)
 
 

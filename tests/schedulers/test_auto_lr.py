@@ -436,7 +436,7 @@ def test_after_max_rollbacks_in_a_row_it_is_an_error() -> None:
         train_step(optimizer, auto)
     _break(optimizer, "nan")
     train_step(optimizer, auto)
-    text = r"training broke again at step 6 after 2 rollbacks in a row; lower the learning rate"
+    text = r"training broke again at step 6 after 2 rollbacks without a healthy round between them; lower"
     with pytest.raises(RuntimeError, match=text):
         train_step(optimizer, auto)
     assert [record.num_rollbacks for record in auto.history] == [1, 2]

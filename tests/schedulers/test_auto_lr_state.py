@@ -406,7 +406,9 @@ def _rollbacks(folder: str) -> dict[str, Any]:
                 _break(run, math.nan)
         except RuntimeError as error:
             message = str(error)
-        out[f"{signal}: error"] = "training broke again at step 8 after 1 rollbacks in a row" in message
+        out[f"{signal}: error"] = (
+            "training broke again at step 8 after 1 rollbacks without a healthy round between them" in message
+        )
 
     run = _Run("loss", anchor="round")
     run.advance(6)

@@ -208,8 +208,8 @@ class Rollback:
             self.budget.recover()
         elif self.guard_state.num_strikes > max_rollbacks:
             raise BrokenError(
-                f"training broke again at step {step} after {max_rollbacks} rollbacks in a row; lower the learning "
-                "rate, look for bad data, or raise max_rollbacks"
+                f"training broke again at step {step} after {max_rollbacks} rollbacks without a healthy round between "
+                "them; lower the learning rate, look for bad data, or raise max_rollbacks"
             )
         return not fine
 
