@@ -367,7 +367,7 @@ class Run:
         # All that devices have to do is started before anything waits for them: they are idle from then on.
         sharing = [signal for signal in self.signals if not (asked and signal.only_at_end)]
         for signal in sharing:
-            signal.launch(self.replicas.device)
+            signal.launch()
         if self.forks is not None:
             self.forks.sums.start()
         inspected, state = self.weights.inspect(step), self.policy.digest()

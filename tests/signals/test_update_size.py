@@ -39,6 +39,7 @@ def measured(optimizer: Optimizer, stride: int = 1) -> tuple[Sizes, Sizes]:
     signal.before_step(optimizer)
     optimizer.step()
     moved = [dense(p) - was for p, was in zip(trained, before, strict=True)]
+    signal.launch()
     signal.share(Replicas(None), NOTHING)
     found = signal.drain().sizes
     assert found is not None
@@ -149,6 +150,7 @@ def test_only_the_step_that_ends_a_round_is_measured_and_nothing_is_kept() -> No
         assert bool(signal._before) == ends
         kept = [weakref.ref(tensor) for _, _, tensor in signal._before]
         optimizer.step()
+        signal.launch()
         signal.share(Replicas(None), NOTHING)
         assert not signal._before
         assert not signal._gradients
@@ -164,6 +166,7 @@ def test_a_copy_is_dropped_in_the_next_step_where_nobody_has_shared() -> None:
     signal.before_step(optimizer)
     signal.ends_round = False
     signal.before_step(optimizer)
+    signal.launch()
     signal.share(Replicas(None), NOTHING)
     assert signal.drain().sizes is None
 
@@ -174,5 +177,6 @@ def test_without_a_gradient_there_is_nothing_to_measure() -> None:
     signal = UpdateSize(num_ranks=1)
     signal.ends_round = True
     signal.before_step(torch.optim.SGD([p], lr=0.1))
+    signal.launch()
     signal.share(Replicas(None), NOTHING)
     assert signal.drain().sizes is None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import memory_view
+from hdet.replicas.sharding import doubled, memory_view
 
 BUCKET_BYTES = 24 * 2**20
 """Size of one bucket. Two are in use at a time, and they are all a converge allocates."""
@@ -94,7 +94,7 @@ def mean_(
         finish(bucket)
     if not squares:
         return torch.zeros(())
-    return torch.stack([s.double().cpu() if s.device.type == "mps" else s.double() for s in squares]).sum().sqrt()
+    return torch.stack([doubled(s) for s in squares]).sum().sqrt()
 
 
 def _views(flat: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:

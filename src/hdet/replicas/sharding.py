@@ -128,6 +128,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+def doubled(tensor: Tensor) -> Tensor:
+    """In float64; on the host, where it is on an Apple GPU, which has none."""
+    return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
+
+
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """That of each."""
     return [local_tensor(t) for t in tensors]

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -77,11 +76,8 @@ class Signal:
         Inside ``training_at_base``, knobs that act in training alone are the same on every replica.
         """
 
-    def launch(self, device: torch.device) -> None:
-        """Start what :meth:`share` reads on the devices, so that they need not wait for the host. Must not wait.
-
-        ``device``: where ranks exchange numbers.
-        """
+    def launch(self) -> None:
+        """Start on the devices what :meth:`share` reads, so that they need not wait for the host. Must not wait."""
 
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
         """Bring what ranks have seen so far to all of them; may be a collective. The round may go on afterwards.

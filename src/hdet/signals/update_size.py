@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from hdet.checks import FloatArray
 from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import local_tensors, shares_of
+from hdet.replicas.sharding import doubled, local_tensors, shares_of
 from hdet.signals.base import Reading, Signal
 from hdet.weights.anchor import Columns, columns_of
+
+NOTHING = torch.full((4,), math.nan, dtype=torch.float64)
 
 
 class UpdateSize(Signal):
@@ -38,13 +40,13 @@ class UpdateSize(Signal):
         """Of each parameter that is measured: it, what is kept of it, and that as it was before the step."""
         self._gradients: Tensor | None = None
         self._wants_gradient = True
-        self._sums: Tensor | None = None
-        """Of the step, on their way."""
+        self._sums = NOTHING
+        """Of weights, update, gradient and entries in the step, on their way."""
         self._found: Sizes | None = None
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
-        self._before, self._gradients = [], None
+        self._before, self._gradients, self._sums = [], None, NOTHING
         if not self.ends_round:
             return
         moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -58,31 +60,27 @@ class UpdateSize(Signal):
             self._gradients = squares([g.coalesce().values() if g.is_sparse else g for g in gradients])
 
     @torch.no_grad()
-    def launch(self, device: torch.device) -> None:
-        self._sums = self._measured(device)
-
-    def _measured(self, device: torch.device) -> Tensor:
-        """Sums of this rank, after the step; NaN where it was not told of one."""
+    def launch(self) -> None:
+        """Start the sums of this rank, after the step, where it was told of one."""
         taken, gradients = self._before, self._gradients
         self._before, self._gradients = [], None
         if not taken:
-            return torch.full((4,), math.nan, dtype=torch.float64, device=device)
+            return
         parameters, columns, before = zip(*taken, strict=True)
         moved = torch._foreach_sub(list(_kept(parameters, columns)), list(before))
+        rows = [squares(before), squares(moved)]
         shares = shares_of(parameters, self.num_ranks)
         kept_shares = [share if c is None else share * c.weight for share, c in zip(shares, columns, strict=True)]
         # One copy to the device for all numbers that the host knows.
         known = [kept_shares, shares, [copy.numel() for copy in before]]
-        kept, whole, sizes = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)
-        rows = [squares(before).to(device) * kept, squares(moved).to(device) * kept]
-        rows.append(torch.zeros_like(whole) if gradients is None else gradients.to(device) * whole)
-        return torch.stack([*rows, kept * sizes]).sum(1)
+        kept, whole, sizes = torch.tensor(known, dtype=torch.float64).to(rows[0].device, non_blocking=True)
+        of_gradients = torch.zeros_like(whole) if gradients is None else gradients * whole
+        self._sums = torch.stack([rows[0] * kept, rows[1] * kept, of_gradients, kept * sizes]).sum(1)
 
     @torch.no_grad()
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
         """Add up what ranks have measured; a collective, and it waits for the device."""
-        sums, self._sums = self._measured(replicas.device) if self._sums is None else self._sums, None
-        found = replicas.sum_(sums).cpu().tolist()
+        found, self._sums = replicas.sum_(self._sums.to(replicas.device, copy=True)).tolist(), NOTHING
         if not math.isnan(found[0]):
             weights, update, gradient, num = found
             self._found = Sizes(math.sqrt(weights), _root(update), _root(gradient), num)
@@ -113,8 +111,10 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
     real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     norms = torch._foreach_norm([t if t.dtype in (torch.float32, torch.float64) else t.float() for t in real])
     kinds = {(norm.device, norm.dtype) for norm in norms}
-    found = norms if len(kinds) == 1 else [norm.to(norms[0].device, torch.float64) for norm in norms]
-    return torch.stack(list(found)).double().square()
+    if len(kinds) == 1:
+        return doubled(torch.stack(list(norms))).square()
+    found = [doubled(norm) for norm in norms]
+    return torch.stack([norm.to(found[0].device) for norm in found]).square()
 
 
 def _root(square: float) -> float:

@@ -85,7 +85,7 @@ class _Training:
         self.losses.append(loss.item())
 
     def share(self) -> None:
-        self.signal.launch(self.replicas.device)
+        self.signal.launch()
         self.signal.share(self.replicas, np.array([np.mean(self.losses) if self.losses else np.nan]))
 
     def read(self) -> Reading:

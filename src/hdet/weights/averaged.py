@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hdet.checks import BoolArray
 from hdet.replicas.average import BUCKET_BYTES, Buffers, mean_, pieces_of
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import is_dtensor, memory_view, memory_views
+from hdet.replicas.sharding import doubled, is_dtensor, memory_view, memory_views
 
 
 class Weights:
@@ -257,7 +257,7 @@ def health_of(tensors: Sequence[Tensor]) -> Callable[[], bool]:
         by_kind.setdefault((t.device, t.dtype), []).append(t)
     # The norm is the fastest pass over memory torch has and finite almost always; it may overflow where the values
     # do not, so only a non-finite norm is worth a look at the values themselves.
-    norms = [torch.stack(torch._foreach_norm(kind)).double().sum() for kind in by_kind.values()]
+    norms = [doubled(torch.stack(torch._foreach_norm(kind))).sum() for kind in by_kind.values()]
 
     def read() -> bool:
         if math.isfinite(sum(norm.item() for norm in norms)):
