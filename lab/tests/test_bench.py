@@ -372,6 +372,8 @@ def test_runs_of_another_version_are_marked_in_every_table(finished: Path, tmp_p
             fact["code_sha256"] = "of then"
     assert MARK in render(records, current=["of today"])["results.md"]
     assert MARK not in render(records, current=["of today", "of then"])["results.md"]
+    own = next(record.name for record in records if "autolr" in record.methods)
+    assert MARK in render(records, current=["of today", "of then", own])["results.md"]  # a task that is named alone
 
 
 def test_hashes_are_equivalent_where_the_file_has_todays(tmp_path: Path) -> None:
