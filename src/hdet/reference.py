@@ -29,10 +29,10 @@ class AutoLR:
         self.parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
         # The learning rates that were given say how param groups compare, and nothing else.
         self.ratios = [group["lr"] / optimizer.param_groups[0]["lr"] for group in optimizer.param_groups]
-        self.interval = min(max(total_steps // 100, 4), 50)  # T
-        self.warm_steps = min(max(int(0.06 * total_steps), 1), 500)
+        self.interval, self.warm_steps = min(max(total_steps // 100, 4), 50), min(max(int(0.06 * total_steps), 1), 500)
         self.hold_from = 0.7 * total_steps  # the decay begins, and the scale holds still
         self.delta = 0.02 * min(math.sqrt(max(200 / total_steps, 1.0)), 2.0)  # in a short run a step has to do more
+        self.caution = min(max(math.sqrt(2e6 / len(self.theta())), 1 / 3), 1.0)  # and in a large model less
         self.level, self.largest = 1e-12, 0.0  # the first step shows the gradient, and moves next to nothing
         self.searching, self.scale, self.fallen = True, 1.0, 0.0  # while searching for the level, a step is a round
         self.losses, self.samples, self.first_losses = list[float](), list[float](), list[float]()  # of steps
@@ -78,7 +78,7 @@ class AutoLR:
             self.scale, self.num_forgotten = 0.5 * self.scale, len(self.rounds)
         elif not searching:
             if step <= self.hold_from:
-                self.adapt(loss, float(update.norm() / self.before.norm()), in_warmup=step < warm_until)
+                self.adapt(loss, float(update.norm() / self.before.norm()) / self.caution, in_warmup=step < warm_until)
             if not self.guard.num_lost:  # a round in doubt is never returned to
                 self.proven, self.last = self.last, self.theta_and_state()
         self.first_losses = [*self.first_losses, loss][:4]
@@ -89,14 +89,14 @@ class AutoLR:
 
     def measure_level(self, update: Tensor) -> None:
         """Eq. 16: level x (largest + 2 last) = delta |theta|. Updates of one size are then delta / 3 of the weights."""
-        root, caution = math.sqrt(len(update)), min(max(math.sqrt(2e6 / len(update)), 1 / 3), 1.0)  # of large models
+        root = math.sqrt(len(update))
         size = max(float(self.before.norm()), 1e-3 * root)  # weights that start from zero have no size of their own
         if update.norm() > 1e-6 * size:  # less is lost in rounding
             # Updates per unit of learning rate. Adam's first is a sign, and those that follow shrink as noise averages
             # out; Lion's all are signs; those of momentum grow. So the last one counts twice beside the largest.
             last = float(update.norm()) / self.optimizer.param_groups[0]["lr"]
             self.largest = max(self.largest, last)
-            self.level = caution * self.delta * size / (self.largest + 2 * last)
+            self.level = self.caution * self.delta * size / (self.largest + 2 * last)
         elif not self.largest:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
             aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
             self.level = next((aim for aim in aims if aim > self.level), 100 * self.level)
@@ -109,11 +109,11 @@ class AutoLR:
         e = elasticity(b, fall, fall_error)
         progress, cost, late_slope, late_z, jump = look_back(self.rounds)
         dtau = min(math.log(step / max(step - num, 1)), 0.7)  # moves go by the logarithm of the time
-        # Optimism, earned by progress: noise is a cost that the decay will remove, so z up to z0 speaks against none.
-        z0 = 2.5 - 1.5 * done
+        # Optimism, earned by progress: the decay will remove noise, so z up to z0 or, later, a small cost is no brake.
+        z0, late = 2.5 - 1.5 * done, clip((done - 0.2) / 0.3) * clip((0.3 - cost) / 0.2)
         # Adam may remember large first gradients for long: doublings of an update to 0.8%, once the loss has fallen.
         small = math.log2(0.008 / max(update, 1e-300)) if fall > 10 * fall_error else 0.0
-        rise = min(max(small, 2), 6) * dtau * max(clip((z0 - z) / z0), clip(small - 1)) * clip((progress - 3) / 7)
+        rise = max(clip((z0 - z) / z0), late, clip(small - 1)) * clip((progress - 3) / 7) * min(max(small, 2), 6) * dtau
         supported = z < -2 and e < 0
         if supported and (z < -4 or progress >= 3):
             rise += 2 * dtau * math.log((1 + e / 2) / (1 + e))  # how many times too short the path is, on a parabola

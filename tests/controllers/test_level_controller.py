@@ -61,6 +61,8 @@ class SlowKnob:
         first, last = self.controller.optimism
         z0 = (first + last) / 2 if evidence.progress is None else first + (last - first) * min(evidence.progress, 1)
         pace, doubted = self.controller.pace, clip((z0 - z) / z0)
+        done = 0.5 if evidence.progress is None else min(evidence.progress, 1.0)
+        doubted = max(doubted, clip((done - 0.2) / 0.3) * clip((0.3 - cost) / 0.2))
         has_learned = losses and evidence.start and evidence.start[0] - mean(losses) > 10 * evidence.start[1]
         if evidence.update is not None and self.controller.max_update is not None and has_learned:
             times = self.controller.max_update[0] / max(evidence.update, 1e-300)
@@ -74,7 +76,6 @@ class SlowKnob:
                 rise = max(rise, 0.3 * clip((-z - 4) / 6))
         if evidence.update is not None and self.controller.max_update is not None and e >= -0.8:
             bounds = np.log(self.controller.max_update)
-            done = 0.5 if evidence.progress is None else min(evidence.progress, 1.0)
             widest = math.exp(np.interp(done, [0.1, 0.7], bounds))
             rise *= clip((1 - evidence.update / widest) / 0.3)
         rise *= 1 - clip((cost - 0.3) / 0.3)
@@ -254,12 +255,13 @@ class Run:
     Attributes:
         scales: after each round, relative to the first level.
         progress: q, as it was seen in each round.
+        update: the last one, relative to the weights.
     """
 
     def __init__(
         self, loss: Callable[[int], float], slope: Callable[[int], float] = lambda step: 0.0, num_rounds: int = 100, *,
         error: float = 0.05, noise: float = 0.05, seed: int = 0, unit: float = 10.0, shrink: float = 1.0,
-        **controller: Any,
+        num: float = 100.0, **controller: Any,
     ) -> None:  # fmt: skip
         rng, total = np.random.default_rng(seed), T * num_rounds
         steering = Steering(
@@ -276,10 +278,11 @@ class Run:
             seen = Seen(
                 step, np.array([loss(step) + noise * rng.normal() / math.sqrt(policy.num_steps(step))]),
                 np.ones(1, dtype=bool), rate=rate,
-                sizes=Sizes(10.0, unit * rate * (shrink if level.done else 1.0), 1.0, 100.0),
+                sizes=(sizes := Sizes(10.0, unit * rate * (shrink if level.done else 1.0), 1.0, num)),
                 slopes=(np.array([slope(step) + error * rng.normal()]), np.array([error])),
             )  # fmt: skip
             if "progress" in (looked := policy.end_round(seen).control):
+                self.update = sizes.update / sizes.weights
                 scales.append(steering.scales[0] / steering.level)
                 self.progress.append(looked["progress"][0])
         self.scales = np.array(scales)
@@ -320,6 +323,31 @@ def test_it_rises_faster_where_updates_have_become_small() -> None:
     assert small.end * 0.1 * 0.02 / 3 < 0.02
     assert math.log(smaller.end) < 3 * 2 * math.log(2000 / 120)
     assert against.end > 2  # where z > 0 would hold a larger update back
+
+
+def test_a_sure_slope_against_it_holds_it_back_early_or_where_it_is_dear() -> None:
+    """The gain is 0.3: a slope of 0.02 costs little of it, of 0.12 more; z is 4 and 24."""
+
+    def steady(step: int) -> float:
+        return 2 - 0.3 * math.log(step)
+
+    free, cheap, dear = (
+        Run(steady, lambda step, b=b: b, num_rounds=200, noise=0.01, error=0.005, max_update=None)
+        for b in (-0.002, 0.02, 0.12)
+    )
+    early = slice(0, 30)  # the first fifth, less the warm-up
+    assert cheap.scales[early].max() <= 1.0 < free.scales[early].max()
+    assert cheap.end > 3
+    assert dear.scales.max() <= 1.0
+
+
+def test_updates_of_large_models_are_bounded_by_a_third() -> None:
+    def steady(step: int) -> float:
+        return 2 - 0.3 * math.log(step)
+
+    small, large = (Run(steady, num_rounds=300, noise=0.01, num=num, unit=1e3) for num in (100.0, 2e7))
+    assert large.update == pytest.approx(small.update / 3, rel=0.05)
+    assert small.update == pytest.approx(0.02, rel=0.1)
 
 
 def test_batches_of_outliers_neither_lower_nor_raise_it() -> None:

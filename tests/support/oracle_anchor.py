@@ -116,6 +116,11 @@ class Found(NamedTuple):
         return rising * math.exp(math.log(self.below) * between(-num_steps, -3 * warm, -warm))
 
 
+def caution_of(num_entries: int) -> float:
+    """Steps of a large model, beside those of a small one."""
+    return min(max(math.sqrt(2e6 / num_entries), 1 / 3), 1.0)
+
+
 def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Found:
     """Where the run stands, from all updates so far; those after the warm-up do not count."""
     peak = 1.0 if s.constant else max(s.eta(s.max_lr[0], step) for step in range(s.total_steps))
@@ -137,7 +142,7 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
         return Found(scale)
     done = updates[-1].step >= max(warm, 4)
     delta = 0.02 * min(math.sqrt(max(200 / s.total_steps, 1.0)), 2.0)
-    caution = min(max(math.sqrt(2e6 / num_entries), 1 / 3), 1.0)
+    caution = caution_of(num_entries)
     lr = caution * delta * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
     if not s.constant and 1 / 8 <= lr / caution / peak <= 8:
@@ -257,7 +262,8 @@ class Evidence:
         q, cost = past.get("progress", 0.0), past.get("cost", 0.0)
         e = self.elasticity(self.smoothed(self.slopes), shown)
         z0 = 2.5 - 1.5 * min(shown.progress, 1.0)
-        pace, unopposed = s.pace, between(z0 - z, 0, z0)
+        cheap = between(shown.progress, 0.2, 0.5) * between(-cost, -0.3, -0.1)
+        pace, unopposed = s.pace, max(between(z0 - z, 0, z0), cheap)
         has_learned = shown.start is not None and shown.start[0] - shown.loss > 10 * shown.start[1]
         if s.max_update is not None and shown.update is not None and has_learned:
             doublings = math.log(s.max_update[0] / max(shown.update, 1e-300)) / math.log(2)
@@ -390,7 +396,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                     shown = Shown(
                         loss=float(np.mean(losses)),
                         start=start,
-                        update=change / weights if scenario.level and due else None,
+                        update=change / weights / caution_of(num_entries) if scenario.level and due else None,
                         in_warmup=told.in_warmup,
                         elapsed=min(math.log(num_done / max(begun, 1)), 0.7),
                         progress=num_done / hold,

@@ -40,9 +40,13 @@ STANDSTILL, STANDSTILL_FALL = 1.0, 0.1
 FASTEST, LEARNED = 3.0, 10.0
 """Times the pace, where updates have become far smaller than the first bound on them; and the standard errors of the
 fall since the start that this takes."""
+CHEAP, LATE = (0.3, 0.1), (0.2, 0.5)
+"""Of cost over gain: below, a slope against the knob holds no rise back, however sure. And the shares of the time in
+which the knob may move between which this comes to count: the decay removes the cost of noise, damage of the first
+steps stays."""
 WIDENING = (0.1, 0.7)
 """Shares of the time in which the knob may move: between them the bound on updates goes from its first value to its
-last one. Damage of the first steps stays, and later ones may be larger."""
+last one."""
 LOWEST, LOWEST_RISING = 0.3, 0.03
 """Of the first level: how far a standstill lowers the knob; and where the loss has risen."""
 
@@ -135,8 +139,12 @@ class LevelController:
     of times that an update has to be doubled to reach the first ``max_update``, c is multiplied by h / 2, between 1 and
     3, and the clipped share of z is at least h - 1; where P is ten of its standard errors. Where e is below -0.8 with
     certainty, the loss is linear along the whole way and the logarithm of the rate may grow by up to 0.3 a round.
-    Rises fade out as the relative size of an update reaches ``max_update``, which grows along the run, and as b over
-    the gain of the run (how far the loss falls while the time since the start grows e-fold) goes from 0.3 to 0.6.
+
+    The *gain* of the run is how far the loss falls while the time since the start grows e-fold. From a fifth to half of
+    the time in which the rate may move, another share comes to count where it is above that of z: it goes from 1 to 0
+    as b over the gain goes from 0.1 to 0.3. A cost that is sure and small is that of noise, which the decay removes.
+    Rises fade out as that ratio goes on to 0.6, and as the relative size of an update reaches ``max_update``, which
+    grows along the run.
 
     The rate falls where the loss stands still (q < 1) and the slope does not ask for more, by 0.1 a round and to 0.3 of
     the first level, or 0.03 where the loss has risen (q < -3); and where the slope says that less would have been
@@ -149,7 +157,8 @@ class LevelController:
         optimism: z0 > 0, how many standard errors of evidence against it a higher value needs, at first and at the end
             of the time in which it may move; their mean in a run of unknown length.
         max_update: the size of an update, relative to the weights, at which rises end: in the first tenth of the time
-            in which the learning rate may move, and after seven tenths of it; None for no bound.
+            in which the learning rate may move, and after seven tenths of it; None for no bound. Updates of models
+            above 2M parameters count as larger, by as much as Eq. 16 wants them smaller.
     """
 
     def __init__(
@@ -212,8 +221,9 @@ class LevelController:
         first, last = self.optimism
         done = 0.5 if evidence.progress is None else min(evidence.progress, 1.0)
         optimism = first + (last - first) * done
-        earned = _clip((trail.progress - EARNED[0]) / (EARNED[1] - EARNED[0]))
+        earned = _share(trail.progress, EARNED)
         pace, is_open = self.pace, _clip((optimism - z) / optimism)
+        is_open = max(is_open, _share(done, LATE) * _share(trail.cost, CHEAP))
         if self.max_update is not None and evidence.update is not None and _fall(evidence) > LEARNED:
             halvings = math.log2(self.max_update[0] / max(evidence.update, 1e-300))
             pace *= min(max(halvings / 2, 1.0), FASTEST)
@@ -226,9 +236,9 @@ class LevelController:
                 rise = max(rise, MAX_RISE * _clip((-z - VERY_SURE) / 6))
         if self.max_update is not None and e >= LINEAR and evidence.update is not None:
             first, last = self.max_update
-            largest = first * (last / first) ** _clip((done - WIDENING[0]) / (WIDENING[1] - WIDENING[0]))
+            largest = first * (last / first) ** _share(done, WIDENING)
             rise *= _clip((largest - evidence.update) / (0.3 * largest))
-        rise *= 1 - _clip((trail.cost - BRAKE[0]) / (BRAKE[1] - BRAKE[0]))
+        rise *= 1 - _share(trail.cost, BRAKE)
         move = 0.0 if evidence.in_warmup or trail.jump > SURE else min(rise, MAX_RISE)
         if trail.enough and trail.progress < STANDSTILL and not supported and not evidence.in_warmup:
             lowest = LOWEST_RISING if trail.progress < -EARNED[0] else LOWEST
@@ -253,6 +263,11 @@ def _excess(e: float) -> float:
 
 def _clip(share: float) -> float:
     return min(max(share, 0.0), 1.0)
+
+
+def _share(value: float, between: tuple[float, float]) -> float:
+    """Of the way from the first to the second."""
+    return _clip((value - between[0]) / (between[1] - between[0]))
 
 
 def _elasticity(slope: FloatArray, evidence: Evidence) -> FloatArray:

@@ -75,8 +75,13 @@ class Sizes(NamedTuple):
 
     @property
     def caution(self) -> float:
-        """What a first step has to do beside one of a small model."""
+        """What a step has to do beside one of a small model."""
         return min(max(math.sqrt(SMALL_MODEL / max(self.num, 1.0)), LEAST), 1.0)
+
+    @property
+    def relative(self) -> float:
+        """The update beside the weights, as of a small model."""
+        return self.update / max(self.weights, 1e-300) / self.caution
 
 
 class Level:

@@ -251,7 +251,7 @@ class RoundPolicy:
                 in_warmup=self._in_warmup(seen),
                 elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
-                update=None if seen.sizes is None else seen.sizes.update / max(seen.sizes.weights, 1e-300),
+                update=None if seen.sizes is None else seen.sizes.relative,
                 values=seen.rates,
                 last=seen.last,
             )
