@@ -47,7 +47,7 @@ looked at on every task here, half B too; defaults of rivals were chosen on half
 tasks, and judge nothing about others."""
 _JUDGED = """\
 Half C judged AutoLR once, with code that had never been tried on it: +19.77% [+2.11%, +53.53%], within 2% on 5 of 11
-tasks, worth 5 runs of random search. Two rules were repaired on its tasks since: the figures above judge nothing.
+tasks, worth 5 runs of random search. Three rules were changed on its tasks since: the figures above judge nothing.
 AutoLR's other settings were looked at on halves A and B; defaults of rivals were chosen on half A."""
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
