@@ -245,8 +245,14 @@ class AutoLR(Scheduler, LRScheduler):
         self._run.asked_to_freeze = True
 
     def evaluated(self, loss: Loss, *, mode: Literal["min", "max"] = "min") -> None:
-        """A validation loss, whenever there is one: the final decay begins early where these have turned.
+        """A validation loss, whenever there is one: the learning rate follows what it confirms of the training loss.
 
+        Where the training loss falls more than a quarter below the last of them, the learning rate is multiplied by
+        their ratio, its logarithm by at most 0.2 a round, and does not rise: the model memorises its data. Before the
+        second evaluation validation counts as standing still; later as following the training loss as far as it did.
+        Values of another kind than the training loss do nothing here.
+
+        And the final decay begins early where they have turned.
         They have turned when the last quarter of them, two at least, is above the best stretch as long, by more than
         twice its standard error. The learning rates then decay to zero within 0.3 times the steps so far, and a line in
         the log says when training may end. Values that never were below the first one, as those of a metric for which
@@ -257,8 +263,8 @@ class AutoLR(Scheduler, LRScheduler):
         weights at hand when this is called, and every rank must pass the same loss.
 
         Args:
-            loss: on validation data; a number, or a tensor with one element. On any rank, or on several: their mean
-                counts. It is taken in when the round ends.
+            loss: that of training on validation data, or another metric; a number, or a tensor with one element. On any
+                rank, or on several: their mean counts. It is taken in when the round ends.
             mode: ``"max"`` for a metric that should rise.
         """
         require_one_of("mode", mode, "min", "max")

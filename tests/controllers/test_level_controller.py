@@ -331,10 +331,10 @@ def test_a_sure_slope_against_it_holds_it_back_early_or_where_it_is_dear() -> No
     def steady(step: int) -> float:
         return 2 - 0.3 * math.log(step)
 
-    free, cheap, dear = (
-        Run(steady, lambda step, b=b: b, num_rounds=200, noise=0.01, error=0.005, max_update=None)
-        for b in (-0.002, 0.02, 0.12)
-    )
+    def run(slope: float) -> Run:
+        return Run(steady, lambda step: slope, num_rounds=200, noise=0.01, error=0.005, max_update=None)
+
+    free, cheap, dear = map(run, (-0.002, 0.02, 0.12))
     early = slice(0, 30)  # the first fifth, less the warm-up
     assert cheap.scales[early].max() <= 1.0 < free.scales[early].max()
     assert cheap.end > 3

@@ -1,9 +1,11 @@
-"""When validation losses count as having turned."""
+"""When validation losses count as having turned, and what they confirm."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hdet.policy.evaluations import MAX_KEPT, Evaluations, have_turned
+from hdet.policy.evaluations import DOWN, LOWEST, MAX_KEPT, ROOM, UP, Confirmed, Evaluations, have_turned
 
 
 def slow_turned(losses: list[float]) -> bool:
@@ -119,3 +121,107 @@ def test_a_bad_state(change: dict[str, object], said: str) -> None:
     run.add(2, 0.5)
     with pytest.raises(ValueError, match=said):
         Evaluations.from_state({**run.state_dict(), **change})
+
+
+# -- what validation has confirmed ----------------------------------------------------------------------------------
+
+
+def shares(
+    train: Callable[[int], float], value: Callable[[int], float], *, num_rounds: int = 200, every: int = 10
+) -> list[float]:
+    """Of each round; ``train`` and ``value``: losses in a round, the latter evaluated in every tenth."""
+    confirmed, found = Confirmed(), []
+    for index in range(num_rounds):
+        evaluation = value(index - 1) if index and index % every == 0 else math.nan
+        confirmed.add(evaluation, train(index), moves=True)
+        confirmed = Confirmed.from_state(json.loads(json.dumps(confirmed.state_dict())))
+        found.append(confirmed.share)
+    return found
+
+
+def falling(index: int) -> float:
+    return 2.0 / (1 + index / 10)
+
+
+def test_a_validation_loss_that_follows_leaves_the_learning_rate_as_it_is() -> None:
+    """Until the second evaluation it counts as standing still."""
+    for gap in (0.9, 1.0, 1.15):
+        found = shares(falling, lambda index, gap=gap: gap * falling(index))  # type: ignore[misc]
+        assert found[:11] == [1.0] * 11
+        assert min(found) > 0.6
+        assert found[25:] == [1.0] * 175
+
+
+def test_where_training_memorises_the_learning_rate_follows_the_ratio() -> None:
+    found = shares(falling, lambda index: max(falling(index), 0.5))
+    for index in (99, 149, 199):
+        mean = (falling(index) + falling(index - 1)) / 2
+        assert found[index] == pytest.approx(ROOM * mean / 0.5, rel=0.02)
+    assert min(b / a for a, b in pairwise(found)) >= math.exp(-DOWN) - 1e-12
+    assert max(b / a for a, b in pairwise(found)) <= math.exp(UP) + 1e-12
+
+
+def test_it_is_never_below_its_least() -> None:
+    assert min(shares(lambda index: 2.0 * 0.9**index, lambda index: max(2.0 * 0.9**index, 0.5))) == LOWEST
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda loss: math.exp(6 * loss),  # a perplexity
+        lambda loss: 1 - 0.4 * loss,  # an accuracy
+        lambda loss: -loss,
+        lambda loss: math.sqrt(loss),
+        lambda loss: 100 * loss,
+        lambda loss: 0.0,
+        lambda loss: math.nan,
+    ],
+)
+def test_what_is_no_loss_of_the_same_kind_does_nothing(metric: Callable[[float], float]) -> None:
+    found = shares(falling, lambda index: metric(falling(index)))
+    assert found[40:] == [1.0] * 160
+    assert min(found) > 0.5
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.floats(allow_nan=True), st.one_of(st.just(math.nan), st.floats())), min_size=1, max_size=30
+    )
+)
+def test_no_numbers_do_harm(rows: list[tuple[float, float]]) -> None:
+    confirmed = Confirmed()
+    for loss, evaluation in rows:
+        confirmed.add(evaluation, loss, moves=True)
+        confirmed = Confirmed.from_state(confirmed.state_dict())
+        assert LOWEST * (1 - 1e-12) <= confirmed.share <= 1.0
+
+
+def test_the_fall_is_told_once_and_only_where_it_moves() -> None:
+    confirmed = Confirmed()
+    confirmed.add(math.nan, 1.0, moves=True)
+    confirmed.add(1.0, 0.5, moves=False)
+    assert [confirmed.add(math.nan, loss, moves=True) for loss in (0.4, 0.3, 0.2)] == [True, False, False]
+    assert confirmed.is_low
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"share": 0.0}, "share of confirmed must be in"),
+        ({"share": 1.5}, "share of confirmed must be in"),
+        ({"last": 0.0}, "last of confirmed must be in"),
+        ({"trained": math.inf}, "trained of confirmed must be in"),
+        ({"follows": "x"}, "follows of confirmed must be in"),
+        ({"num": 3}, "num of confirmed must be -1, 0, 1 or 2, but got 3"),
+        ({"recent": [math.nan]}, "recent must be"),
+    ],
+)
+def test_a_bad_state_of_what_is_confirmed(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Confirmed.from_state({**Confirmed().state_dict(), **change})
+
+
+def test_a_state_without_it_is_of_an_earlier_version() -> None:
+    state = Evaluations().state_dict()
+    del state["confirmed"]
+    assert Evaluations.from_state(state).confirmed.state_dict() == Confirmed().state_dict()

@@ -239,6 +239,27 @@ def test_nothing_happens_otherwise(loss: Callable[[int], float]) -> None:
     assert loop.lrs == _undisturbed()
 
 
+@pytest.mark.parametrize("acts", [True, False])
+def test_what_validation_does_not_confirm_lowers_the_learning_rate(acts: bool) -> None:
+    """Values that follow the training loss at first, and then stand still: the rest is memorised."""
+    loop = Loop()
+    auto = AutoLR(loop.optimizer, total_steps=STEPS, adapt=Adapt(act=acts))
+
+    def step(_: Tensor) -> None:
+        training = 2 * 0.97**auto.last_epoch
+        auto.step(torch.tensor(training))
+        if auto.last_epoch % 10 == 0:
+            auto.evaluated(max(training, 0.8))
+
+    loop.train(step)
+    assert acts or len(set(loop.lrs)) == 1
+    verb = "follows" if acts else "would follow"
+    said = f"the training loss falls below the validation loss: the learning rate {verb} their ratio"
+    assert [event for record in auto.history for event in record.events].count(said) == 1
+    scales = [record.scales[0] for record in auto.history]
+    assert scales[-1] < 0.2 * max(scales)
+
+
 @pytest.mark.parametrize("stop", [85, 92])
 def test_a_resumed_run_goes_on_with_its_evaluations(stop: int) -> None:
     """In mid-round and with one that was not taken in yet; and in the middle of the decay."""

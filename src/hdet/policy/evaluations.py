@@ -1,4 +1,7 @@
-"""When validation losses turn: the model overfits, and the final decay should begin. Numbers only."""
+"""What validation losses say: how far the fall of the training loss is confirmed, and when the model overfits.
+
+Numbers only.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hdet.checks import numbers_of, whole_of
+from hdet.checks import mapping_of, number, numbers_of, shown, whole_of
 
 SURE = 2.0
 """Standard errors by which the last evaluations are above the best ones."""
@@ -22,6 +25,14 @@ DECAY_SHARE = 0.3
 """Of the steps so far: the length of a decay that begins early."""
 BEST_SHARE, BEST_RATE = 0.6, 0.25
 """The same of one from the best weights so far; and the share of the learning rate that it starts from."""
+ROOM = 1.25
+"""How far a validation loss may be above the training loss before the learning rate follows their ratio."""
+ALIKE = 2.0
+"""The first validation loss is within this factor of the training loss; another metric is not."""
+FALLEN = 0.9
+"""Of the training loss at the last evaluation: from there on its fall is large enough to compare."""
+DOWN, UP, LOWEST = 0.2, 0.3, 0.03
+"""Of the logarithm of the share of the learning rate, in one round; and the lowest share."""
 
 
 class Evaluations:
@@ -30,12 +41,14 @@ class Evaluations:
     Attributes:
         steps, losses: of each evaluation so far.
         turned_at: the step at which they had turned; None before.
+        confirmed: what they have confirmed.
     """
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.turned_at: int | None = None
+        self.confirmed = Confirmed()
 
     @property
     def best_step(self) -> int | None:
@@ -56,7 +69,12 @@ class Evaluations:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": list(self.steps), "losses": list(self.losses), "turned_at": self.turned_at}
+        return {
+            "steps": list(self.steps),
+            "losses": list(self.losses),
+            "turned_at": self.turned_at,
+            "confirmed": self.confirmed.state_dict(),
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Evaluations:
@@ -70,6 +88,94 @@ class Evaluations:
             found.turned_at = whole_of(state["turned_at"], "turned_at")
         if len(found.steps) > MAX_KEPT:
             raise ValueError(f"evaluations must be at most {MAX_KEPT}, but got {len(found.steps)}")
+        if "confirmed" in state:  # an earlier version had none
+            found.confirmed = Confirmed.from_state(mapping_of(state["confirmed"], "confirmed"))
+        return found
+
+
+class Confirmed:
+    """How far validation has confirmed the fall of the training loss, which the learning rate goes by.
+
+    A training loss that falls below the validation loss is memorised, and what a high learning rate does then stays. So
+    where it is lower by more than a quarter, the learning rate is multiplied by the ratio, and does not rise. Between
+    two evaluations the validation loss counts as following the training loss as far as it did between the last two, and
+    as standing still before the second. Values that are no loss of the same kind do nothing: the first is not within a
+    factor of two of the training loss, or the second is not below it where the training loss has fallen, or both are
+    nearer to its square root.
+
+    Attributes:
+        share: of the learning rate.
+    """
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self.num = 0
+        """Evaluations that could be compared; -1 where they are of another kind."""
+        self.last = self.trained = 1.0
+        self.follows = 0.0
+        self.squared = 0.0
+        """Below zero where the first two are nearer to the square root of the training loss."""
+        self.recent: list[float] = []
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the learning rate is to be no higher."""
+        return self.share < 0.95
+
+    def add(self, evaluation: float, loss: float, *, moves: bool) -> bool:
+        """Take in a round: its training loss, and a validation loss of before it. NaN where there is none.
+
+        True once, when the share begins to fall.
+        """
+        if abs(evaluation) <= LARGEST and self.recent and self.num >= 0:
+            self._compare(evaluation, math.fsum(self.recent) / len(self.recent))
+        if not abs(loss) <= LARGEST:
+            return False
+        self.recent = [*self.recent, loss][-2:]
+        now = math.fsum(self.recent) / len(self.recent)
+        if not moves or not self.num:
+            return False
+        wanted, before = 1.0, self.share
+        if self.num > 0 and now > 0:
+            validation = self.last * min(now / self.trained, 1.0) ** self.follows
+            wanted = min(max(ROOM * (now / validation), LOWEST), 1.0)
+        self.share = min(max(wanted, before * math.exp(-DOWN)), before * math.exp(UP))
+        return self.share < before == 1.0
+
+    def _compare(self, value: float, trained: float) -> None:
+        first = not self.num
+        if not (value > 0 and trained > 0) or (first and not 1 / ALIKE <= value / trained <= ALIKE):
+            self.num = -1
+            return
+        log_value, log_trained = math.log(value), math.log(trained)
+        if self.num < 2:
+            self.squared += 2 * abs(log_trained - 2 * log_value) - abs(log_trained - log_value)
+        if not first and trained < FALLEN * self.trained:
+            fall = math.log(self.last) - log_value
+            if self.num == 1 and (fall <= 0 or self.squared < 0):
+                self.num = -1
+                return
+            self.follows = min(max(fall / (math.log(self.trained) - log_trained), 0.0), 1.0)
+            self.num = 2
+        self.last, self.trained, self.num = value, trained, max(self.num, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**vars(self), "recent": list(self.recent)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Confirmed:
+        """A new one out of a state; ValueError or KeyError where it cannot be."""
+        found = cls()
+        bounds = {"share": (LOWEST / 2, 1.0), "last": (1e-320, LARGEST), "trained": (1e-320, LARGEST)}
+        bounds |= {"follows": (0.0, 1.0), "squared": (-LARGEST, LARGEST)}
+        for name, (low, high) in bounds.items():
+            if not low <= number(state[name]) <= high:
+                raise ValueError(f"{name} of confirmed must be in [{low:g}, {high:g}], but got {shown(state[name])}")
+            setattr(found, name, number(state[name]))
+        if state["num"] not in (-1, 0, 1, 2):
+            raise ValueError(f"num of confirmed must be -1, 0, 1 or 2, but got {shown(state['num'])}")
+        found.num = int(state["num"])
+        found.recent = numbers_of(state["recent"], "recent", None, low=-LARGEST, high=LARGEST).tolist()[-2:]
         return found
 
 

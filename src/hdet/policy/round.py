@@ -230,6 +230,13 @@ class RoundPolicy:
         if not was_done and self.level is not None and self.level.done and not self.first_losses:
             messages = (NO_LOSS,)
         go_back = self._is_broken(seen, losses, healthy, searching=searching)
+        confirmed, finite = self.evaluations.confirmed, losses[np.isfinite(losses)]
+        share = confirmed.share
+        if confirmed.add(
+            seen.evaluation, float(finite.mean()) if len(finite) else math.nan, moves=acting and not go_back
+        ):
+            follows = "follows" if self.acts else "would follow"
+            events += (f"the training loss falls below the validation loss: the learning rate {follows} their ratio",)
         if go_back and not self.acts:
             go_back, events = False, (*events, "this round would have been undone")
             steering.cut(CUT)
@@ -248,13 +255,14 @@ class RoundPolicy:
                 whole=seen.total_slope,
                 progress=None if math.isinf(end) else seen.step / end,
                 trained=seen.trained,
-                in_warmup=self._in_warmup(seen),
+                in_warmup=self._in_warmup(seen) or confirmed.is_low,
                 elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
-                update=None if seen.sizes is None else seen.sizes.relative,
+                update=None if seen.sizes is None else seen.sizes.relative / share,
                 values=seen.rates,
                 last=seen.last,
             )
+            steering.multiply(confirmed.share / share)
             fallen = self.anchored and steering.wants_new_anchor()
         self._note_first(losses)
         self._scheduled = seen.scheduled
