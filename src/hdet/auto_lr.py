@@ -249,7 +249,7 @@ class AutoLR(Scheduler, LRScheduler):
 
         Where the training loss falls more than a quarter below the last of them, the learning rate is multiplied by
         their ratio, its logarithm by at most 0.2 a round, and does not rise: the model memorises its data. Before the
-        second evaluation validation counts as standing still; later as following the training loss as far as it did.
+        second evaluation, early in the run, validation counts as standing still; later as following the training loss.
         Values of another kind than the training loss do nothing here.
 
         And the final decay begins early where they have turned.

@@ -31,8 +31,10 @@ ALIKE = 2.0
 """The first validation loss is within this factor of the training loss; another metric is not."""
 FALLEN = 0.9
 """Of the training loss at the last evaluation: from there on its fall is large enough to compare."""
-DOWN, UP, LOWEST = 0.2, 0.3, 0.03
-"""Of the logarithm of the share of the learning rate, in one round; and the lowest share."""
+EARLY = 0.2
+"""Of the time in which the learning rate may move: later, one evaluation alone lowers nothing."""
+DOWN, UP, LOWEST, UNKNOWN = 0.2, 0.3, 0.03, 0.5
+"""Of the logarithm of the share of the learning rate, in one round; the lowest share; and that before the second."""
 
 
 class Evaluations:
@@ -138,7 +140,7 @@ class Confirmed:
         wanted, before = 1.0, self.share
         if self.num > 0 and now > 0:
             validation = self.last * min(now / self.trained, 1.0) ** self.follows
-            wanted = min(max(ROOM * (now / validation), LOWEST), 1.0)
+            wanted = min(max(ROOM * (now / validation), LOWEST if self.num > 1 else UNKNOWN), 1.0)
         self.share = min(max(wanted, before * math.exp(-DOWN)), before * math.exp(UP))
         return self.share < before == 1.0
 

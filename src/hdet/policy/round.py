@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hdet.checks import BoolArray, FloatArray, flag_of, mapping_of, number, numbers_of, shown, whole_of
-from hdet.policy.evaluations import BEST_SHARE, DECAY_SHARE, Evaluations
+from hdet.policy.evaluations import BEST_SHARE, DECAY_SHARE, EARLY, Evaluations
 from hdet.policy.level import NUM_FIRST, Level, Sizes
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
@@ -232,9 +232,9 @@ class RoundPolicy:
         go_back = self._is_broken(seen, losses, healthy, searching=searching)
         confirmed, finite = self.evaluations.confirmed, losses[np.isfinite(losses)]
         share = confirmed.share
-        if confirmed.add(
-            seen.evaluation, float(finite.mean()) if len(finite) else math.nan, moves=acting and not go_back
-        ):
+        known = confirmed.num > 1 or seen.step <= EARLY * self.acting[1]
+        loss = float(finite.mean()) if len(finite) else math.nan
+        if confirmed.add(seen.evaluation, loss, moves=acting and known and not go_back):
             follows = "follows" if self.acts else "would follow"
             events += (f"the training loss falls below the validation loss: the learning rate {follows} their ratio",)
         if go_back and not self.acts:
