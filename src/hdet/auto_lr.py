@@ -247,9 +247,10 @@ class AutoLR(Scheduler, LRScheduler):
     def evaluated(self, loss: Loss, *, mode: Literal["min", "max"] = "min") -> None:
         """A validation loss, whenever there is one: the learning rate follows what it confirms of the training loss.
 
-        Where the training loss falls more than a quarter below the last of them, the learning rate is multiplied by
-        their ratio, its logarithm by at most 0.2 a round, and does not rise: the model memorises its data. Before the
-        second evaluation, early in the run, validation counts as standing still; later as following the training loss.
+        Where the last of them is more than a quarter above the training loss, the learning rate is divided by as much
+        as it is above that, by at most 0.2 in its logarithm a round, and does not rise: the model memorises its data.
+        Before the second evaluation, early in the run or in one of unknown length, validation counts as standing still
+        and the rate is halved at most; later validation counts as following the training loss as far as it did.
         Values of another kind than the training loss do nothing here.
 
         And the final decay begins early where they have turned.

@@ -34,7 +34,7 @@ FALLEN = 0.9
 EARLY = 0.2
 """Of the time in which the learning rate may move: later, one evaluation alone lowers nothing."""
 DOWN, UP, LOWEST, UNKNOWN = 0.2, 0.3, 0.03, 0.5
-"""Of the logarithm of the share of the learning rate, in one round; the lowest share; and that before the second."""
+"""Of the logarithm of the share of the learning rate, in one round; the lowest share; and that of one evaluation."""
 
 
 class Evaluations:
@@ -99,8 +99,8 @@ class Confirmed:
     """How far validation has confirmed the fall of the training loss, which the learning rate goes by.
 
     A training loss that falls below the validation loss is memorised, and what a high learning rate does then stays. So
-    where it is lower by more than a quarter, the learning rate is multiplied by the ratio, and does not rise. Between
-    two evaluations the validation loss counts as following the training loss as far as it did between the last two, and
+    where the latter is more than ``ROOM`` times as high, the learning rate falls by the rest, and does not rise.
+    Between two evaluations the validation loss counts as following the training loss as far as it did between the last two, and
     as standing still before the second. Values that are no loss of the same kind do nothing: the first is not within a
     factor of two of the training loss, or the second is not below it where the training loss has fallen, or both are
     nearer to its square root.
