@@ -100,10 +100,10 @@ class Confirmed:
 
     A training loss that falls below the validation loss is memorised, and what a high learning rate does then stays. So
     where the latter is more than ``ROOM`` times as high, the learning rate falls by the rest, and does not rise.
-    Between two evaluations the validation loss counts as following the training loss as far as it did between the last two, and
-    as standing still before the second. Values that are no loss of the same kind do nothing: the first is not within a
-    factor of two of the training loss, or the second is not below it where the training loss has fallen, or both are
-    nearer to its square root.
+    Between two evaluations the validation loss counts as following the training loss as far as it did between the last
+    two, and as standing still before the second. Values that are no loss of the same kind do nothing: the first is not
+    within a factor of two of the training loss, or the second is not below it where the training loss has fallen, or
+    both are nearer to its square root.
 
     Attributes:
         share: of the learning rate.
