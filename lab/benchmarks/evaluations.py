@@ -2,6 +2,7 @@
 
     python lab/benchmarks/evaluations.py --json evaluations.json                       # tables, five seeds, on the CPU
     python lab/benchmarks/evaluations.py --tasks pictures-500 pictures-2000 gpt --device cuda --cifar cifar.npz
+    python lab/benchmarks/evaluations.py --tasks movielens masked neighbours parity picture --device cuda
 
 Few rows, an evaluation every twentieth of a run. One half of the validation rows steers and selects, the other half
 judges; of tables, whose halves have 44 and 179 rows, each half judges once. Rivals: fixed learning rates with early
@@ -52,6 +53,8 @@ def kinds_of(task: str) -> list[str]:
     averaged: tuple[float, ...]
     if task.startswith("tabular"):
         lrs, shapes, averaged = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), ("wsd", "one-cycle", "cosine"), (1e-4, 3e-4, 1e-3, 3e-3)
+    elif task == "neighbours":
+        lrs, shapes, averaged = (1e-2, 3e-2, 6e-2), ("wsd", "cosine"), (3e-2,)
     else:
         lrs, shapes, averaged = (3e-4, 1e-3, 3e-3), ("wsd", "cosine"), (1e-3,)
     return ["autolr", *STEERED, *(f"{s}:{lr:g}" for s in shapes for lr in lrs), *(f"ema:{lr:g}" for lr in averaged)]
@@ -103,6 +106,8 @@ class Data:
             num, held = task.num_train, task.validation_rows
             if name == "gpt":
                 num, self.steps = num // 10, 1000
+            elif name not in TASKS:
+                self.steps = task.total_steps
             task.to(device)
             self.train, self.batch_rows, self.build = torch.arange(num), task.batch_rows, task.build
             self._loss = lambda model, rows: task.loss(model, task.gather(rows))
@@ -206,7 +211,7 @@ def show(task: str, runs: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--tasks", nargs="*", default=TASKS[:2], choices=TASKS)
+    parser.add_argument("--tasks", nargs="*", default=TASKS[:2], help=f"{', '.join(TASKS)}, or others of the lab")
     parser.add_argument("--kinds", nargs="*", help="of runs, as the output names them; default all of a task")
     parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--data", type=Path, default=Path("data"))

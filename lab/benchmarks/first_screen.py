@@ -34,8 +34,8 @@ SHOWN = ("search-8", "search-4")
 
 
 def rivals(records: Sequence[BenchRecord], current: Collection[str]) -> str:
-    """AutoLR and its rivals with one run, over the tasks of half C around AdamW, which they have in common."""
-    every = [task for record in records if record.half == "C" and (task := summarize(record)) is not None]
+    """AutoLR and its rivals with one run, over the tasks of half D around AdamW, which they have in common."""
+    every = [task for record in records if record.half == "D" and (task := summarize(record)) is not None]
     tasks = outside([task for task in every if "adam" in task.excess])
     shown = [method for method in LABELS if method in (*NOTHING_SET, *SHOWN)]
     # On fewer tasks means are not comparable.
@@ -43,7 +43,7 @@ def rivals(records: Sequence[BenchRecord], current: Collection[str]) -> str:
     mine = found.pop("autolr")
     near = f"{mine.near[SHARES.index(AIM_NEAR)]} of {len(tasks)}"
     head = (
-        f"On {len(tasks)} tasks of the benchmark's half C AutoLR is **{percent(mine.mean)}** above the best of a "
+        f"On {len(tasks)} tasks of the benchmark's half D AutoLR is **{percent(mine.mean)}** above the best of a "
         "grid in the geometric mean, 95% "
     )
     head += f"interval {interval(mine.low, mine.high)}, and within 2% of it on {near}"

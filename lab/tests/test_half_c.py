@@ -11,7 +11,7 @@ import torch
 
 from hdet_lab.bench.loops import AdaLRS, GreedyLR, Plateau, ScheduleFreePlus, run_loop, slope_and_error
 from hdet_lab.bench.methods import run_method, step_law
-from hdet_lab.bench.suite import BY_NAME, ENTRIES, METHODS, jobs
+from hdet_lab.bench.suite import AROUND_TORCH, BY_NAME, ENTRIES, METHODS, jobs
 from hdet_lab.bench.train import Bench
 from hdet_lab.stacked.run import Run
 from hdet_lab.tasks import load_task
@@ -87,7 +87,7 @@ def test_half_c_is_run_around_the_optimizer_of_the_snippet() -> None:
     assert "step-law" not in by_task["speech"]
     assert by_task["cifar10-sgd"] == {"grid", "autolr"}
     assert {job.entry.name for job in mine if job.method == "step-law"} == {"wikitext-gpt"}
-    assert not any(job.method == "greedy" for job in jobs(ENTRIES, METHODS) if job.entry.half != "C")
+    assert not any(job.method == "greedy" for job in jobs(ENTRIES, METHODS) if job.entry.half not in AROUND_TORCH)
 
 
 def test_grid_is_refined_around_its_best_and_for_seeds_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,7 +214,7 @@ class ScheduleFreePlus(Optimizer):
                 self.state[p] = {"z": p.detach().clone(), "x": p.detach().clone(), **zeros}
         size = sum(float(p.grad.abs().sum()) for _, p in every)
         ahead = sum(float((p.grad * (self.state[p]["z"] - self.state[p]["x"])).sum()) for _, p in every)
-        polyak = max(0.0, loss + self.momentum * ahead) / (size * math.sqrt(math.pi / 2))
+        polyak = max(0.0, loss + self.momentum * ahead) / (size * math.sqrt(math.pi / 2)) if size else 0.0
         self._count += 1
         warm = min(1.0, self._count / self.num_warm) if self.num_warm else 1.0
         rate = max(self.param_groups[0]["lr"] * warm, self.param_groups[0]["eps"]) * polyak

@@ -19,8 +19,9 @@
   best has a one-cycle over the other half.
 - ``population``: population-based training of four workers with the whole batch each, four times the compute.
 
-On half C ``grid``, ``autolr`` and ``adam`` have ``torch.optim.AdamW`` at its defaults (betas 0.9, 0.999; decay 0.01),
-on two tasks SGD with momentum. The grid has twice and half its best too, which random search never draws. Besides:
+On halves C and D ``grid``, ``autolr`` and ``adam`` have ``torch.optim.AdamW`` at its defaults (betas 0.9, 0.999; decay
+0.01), where a name ends so SGD with momentum or Lion. The grid has twice and half its best too, which random search
+never draws. Besides:
 
 - ``greedy``, ``plateau``, ``adalrs`` read the training loss, around AdamW from its default of 0.001: GreedyLR as in
   transformers, the loss smoothed over 50 steps; ReduceLROnPlateau at its defaults, told 50 means a run; AdaLRS from
@@ -43,7 +44,7 @@ from hdet.policy.timing import default_interval
 from hdet_lab.bench.held_out import run_held_out
 from hdet_lab.bench.loops import run_loop
 from hdet_lab.bench.statistics import mean
-from hdet_lab.bench.suite import GRIDS, NUM_CALIBRATION_SEEDS, PLAIN_LOOPS, SHAPES, START, half_decade
+from hdet_lab.bench.suite import AROUND_TORCH, GRIDS, NUM_CALIBRATION_SEEDS, PLAIN_LOOPS, SHAPES, START, half_decade
 from hdet_lab.bench.train import Bench, Whole
 from hdet_lab.recipes import ADAM_BETAS, ADAMW_DECAY, MUON_LR
 from hdet_lab.stacked.optim import EMBEDDINGS_AND_HEADS
@@ -137,7 +138,7 @@ def _grid(bench: Bench, optimizer: str | Rule, shapes: Sequence[str], name: str)
             break
         indices = sorted(indices + more)
         records += train(more, everyone)
-    if bench.entry.half == "C":
+    if bench.entry.half in AROUND_TORCH:
         best, old = best_lr([*bench.earlier, *records]), refined_lrs(bench.earlier)
         runs = _fixed(bench.seeds, old, shapes) + _fixed(everyone, {best / 2, best * 2} - set(old), shapes)
         near = bench.train(runs, optimizer)

@@ -15,6 +15,8 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 NUM_DRAWS = 2000
 """Of a bootstrap."""
+LARGEST = 1e300
+"""What an infinite loss counts as in a mean."""
 # 97.5% quantiles of Student's t by degrees of freedom.
 _T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
       2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860)  # fmt: skip
@@ -101,8 +103,9 @@ def runs_interval(tasks: Sequence[tuple[Sequence[Sequence[float]], Sequence[floa
 
     def of(grids: Sequence[Sequence[float]], losses: Sequence[float]) -> Callable[[Indices], Floats]:
         sizes = range(1, max(map(len, grids)) + 1)
-        expected = np.array([[expected_best(grid, size) for size in sizes] for grid in grids])
-        reached = np.array(losses, dtype=np.float64)
+        # A run that broke is worse than any other, and weighs nothing in a draw without it.
+        expected = np.minimum([[expected_best(grid, size) for size in sizes] for grid in grids], LARGEST)
+        reached = np.minimum(losses, LARGEST)
 
         def statistic(seeds: Indices) -> Floats:
             weights = (seeds[..., None] == np.arange(len(reached))).mean(axis=-2)  # of each seed in the draw

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Half = Literal["A", "B", "C", "extra"]
+Half = Literal["A", "B", "C", "D", "extra"]
+AROUND_TORCH = ("C", "D")
+"""Halves around ``torch.optim.AdamW`` at its defaults."""
 SHAPES = ("one-cycle", "cosine", "wsd")
 START = 1e-3
 """Learning rate that AutoLR is given, which does not matter to it."""
@@ -43,9 +45,9 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        half: ``A``, on which defaults may be chosen; ``B``, which is only reported; ``C``: run once, with code that
-            had never been tried on it, around ``torch.optim.AdamW`` at its defaults; ``extra``: none of them. On
-            stdlib-gpt AutoLR's settings were looked at before there were halves.
+        half: ``A``, on which defaults may be chosen; ``B``, which is only reported; ``C``, ``D``: each run once with
+            code that had never been tried on it; ``extra``: none of them. On stdlib-gpt AutoLR's settings were looked
+            at before there were halves.
         steps: of a run.
         task: what is trained; default the name.
         optimizer: what the grid and AutoLR tune.
@@ -109,6 +111,23 @@ ENTRIES = (
     Entry("flights", "C", steps=400, optimizer="torch-adamw"),
     Entry("cifar10-sgd", "C", task="cifar10", optimizer="sgd", stacked=18),
     Entry("movielens-sgd", "C", steps=1000, task="movielens", optimizer="sgd"),
+    Entry("masked", "D", steps=600, optimizer="torch-adamw", stacked=18),
+    Entry("adding", "D", steps=1000, optimizer="torch-adamw", stacked=54),
+    Entry("mixer", "D", optimizer="torch-adamw"),
+    Entry("sorting", "D", steps=800, optimizer="torch-adamw"),
+    Entry("contrast", "D", optimizer="torch-adamw"),
+    Entry("autoencoder", "D", steps=600, optimizer="torch-adamw"),
+    Entry("picture", "D", steps=800, optimizer="torch-adamw", overfits="20,480 rows, 40 passes, 50,049 parameters"),
+    Entry("parity", "D", steps=1500, optimizer="torch-adamw", stacked=54),
+    Entry("density", "D", steps=1500, optimizer="torch-adamw", stacked=54),
+    Entry("spirals", "D", steps=1000, optimizer="torch-adamw", stacked=54),
+    Entry("teacher", "D", steps=1000, optimizer="torch-adamw", stacked=54),
+    Entry("deep", "D", optimizer="torch-adamw"),
+    Entry("neighbours", "D", steps=1000, optimizer="torch-adamw"),
+    Entry("masks", "D", steps=400, optimizer="torch-adamw"),
+    Entry("mixer-sgd", "D", task="mixer", optimizer="sgd"),
+    Entry("teacher-sgd", "D", steps=1000, task="teacher", optimizer="sgd", stacked=54),
+    Entry("masks-lion", "D", steps=400, task="masks", optimizer="lion"),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")
@@ -186,7 +205,7 @@ def _jobs(entries: Sequence[Entry], methods: Sequence[str]) -> Iterator[Job]:
 def _takes(entry: Entry, method: str) -> bool:
     if method in OF_ANY_OPTIMIZER:
         return True
-    if entry.half == "C":
+    if entry.half in AROUND_TORCH:
         fits = entry.optimizer == "torch-adamw" and method not in (*CALIBRATIONS.values(), *NOT_ON_C)
         return fits and (method != "step-law" or entry.name in LANGUAGE_MODELS)
     calibrates = method in CALIBRATIONS.values()

@@ -22,6 +22,7 @@ from hdet.checks import printable
 from hdet.launch import server
 from hdet_lab.bench.runner import FAILED, Runner
 from hdet_lab.bench.suite import (
+    AROUND_TORCH,
     BY_NAME,
     CHOSEN,
     DEFAULT_ENTRIES,
@@ -53,8 +54,8 @@ class BenchOptions(Options):
     """What to run on each; with --task, a few of them are the default."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of weights and data order; each method runs once for each."""
-    half: Literal["A", "B", "C", "extra", "all"] = "all"
-    """A: tasks on which defaults may be chosen; B, C: those that are only reported; extra: none of them."""
+    half: Literal["A", "B", "C", "D", "extra", "all"] = "all"
+    """A: tasks on which defaults may be chosen; B, C, D: those that are only reported; extra: none of them."""
     steps: int | None = None
     """Optimizer steps of a run; default each entry's own."""
     out: Path = Path("runs/bench")
@@ -145,7 +146,7 @@ def _runner(options: BenchOptions, console: Console) -> Runner:
         options.device,
         options.data,
         lambda line: console.print(line, soft_wrap=True, markup=False),
-        CHOSEN if options.task or options.half == "C" else {},
+        CHOSEN if options.task or options.half in AROUND_TORCH else {},
     )
 
 

@@ -33,6 +33,22 @@ from hdet_lab.tasks.half_c import (
     speech,
     wikitext_gpt,
 )
+from hdet_lab.tasks.half_d import (
+    AddingTask,
+    AutoencoderTask,
+    ContrastTask,
+    DeepTask,
+    DensityTask,
+    MaskedTask,
+    MasksTask,
+    MixerTask,
+    NeighboursTask,
+    ParityTask,
+    PictureTask,
+    SortingTask,
+    SpiralsTask,
+    TeacherTask,
+)
 from hdet_lab.tasks.quadratic import QuadraticTask
 from hdet_lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet_lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
@@ -106,6 +122,20 @@ TASKS: dict[str, Callable[..., Task]] = {
     "burgers": BurgersTask,
     "diamonds-raw": diamonds_raw,
     "flights": flights,
+    "masked": MaskedTask,
+    "mixer": MixerTask,
+    "contrast": ContrastTask,
+    "autoencoder": AutoencoderTask,
+    "deep": DeepTask,
+    "neighbours": NeighboursTask,
+    "adding": lambda data, **options: AddingTask(**options),
+    "sorting": lambda data, **options: SortingTask(**options),
+    "picture": lambda data, **options: PictureTask(**options),
+    "parity": lambda data, **options: ParityTask(**options),
+    "density": lambda data, **options: DensityTask(**options),
+    "spirals": lambda data, **options: SpiralsTask(**options),
+    "teacher": lambda data, **options: TeacherTask(**options),
+    "masks": lambda data, **options: MasksTask(**options),
 }
 """Name to what makes the task from the data folder and options."""
 
