@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any, Literal, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -119,6 +120,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         _require_type("optimizer", self.optimizer, Optimizer, "a torch.optim.Optimizer")
+        if isinstance(self.optimizer, torch.optim.Rprop):
+            raise ValueError(
+                "optimizer must use its learning rate in every step, but Rprop does in its first one alone: no "
+                "schedule acts on it"
+            )
         if self.model is not None:
             _require_type("model", self.model, nn.Module, "an nn.Module")
         if self.process_group is not None and dist.is_available():

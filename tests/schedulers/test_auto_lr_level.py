@@ -581,6 +581,13 @@ def test_a_schedule_that_was_loaded_first_is_continued_exactly(at: int) -> None:
     assert trained(made(saved), 40) == trained(first, 40)
 
 
+def test_an_optimizer_that_reads_its_learning_rate_once_is_refused() -> None:
+    optimizer = torch.optim.Rprop(net().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="Rprop does in its first one alone: no schedule acts on it"):
+        AutoLR(optimizer, total_steps=10)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_lion_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """The one optimizer with which it has lost by far more than noise."""
     with caplog.at_level(logging.INFO, logger="hdet"):

@@ -308,7 +308,9 @@ def _all_gather(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _store() -> Store:
-    return dist.distributed_c10d._get_default_store()
+    """Of the default group; older releases of torch have no public name for it."""
+    public = getattr(dist.group.WORLD, "get_group_store", None)
+    return public() if public is not None else dist.distributed_c10d._get_default_store()
 
 
 def device_types(group: dist.ProcessGroup) -> set[str]:
