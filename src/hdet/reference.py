@@ -77,8 +77,12 @@ class AutoLR:
             self.restore()
             self.scale, self.num_forgotten = 0.5 * self.scale, len(self.rounds)
         elif not searching:
-            if step <= self.hold_from:
+            if self.guard.num_in_vain:  # the data have changed: the rate was not the cause, and the path begins here
+                self.scale, self.fallen = 2.0**self.guard.num_in_vain * self.scale, 2.0
+            elif step <= self.hold_from:
                 self.adapt(loss, float(update.norm() / self.before.norm()) / self.caution, in_warmup=step < warm_until)
+            if self.fallen >= 2:
+                self.anchor, self.rounds, self.num_forgotten, self.fallen = self.theta(), [], 0, 0.0
             if not self.guard.num_lost:  # a round in doubt is never returned to
                 self.proven, self.last = self.last, self.theta_and_state()
         self.first_losses = [*self.first_losses, loss][:4]
@@ -99,7 +103,8 @@ class AutoLR:
             self.level = self.caution * self.delta * size / (self.largest + 2 * last)
         elif not self.largest:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
             aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
-            self.level = next((aim for aim in aims if aim > self.level), 100 * self.level)
+            safe = max(1e4 * self.level, aims[0])  # what could not be measured was below a millionth of the weights
+            self.level = min(next((aim for aim in aims if aim > self.level), 100 * self.level), safe)
 
     def adapt(self, loss: float, update: float, *, in_warmup: bool) -> None:
         """Eq. 17: the scale rises where the slope supports it or progress has earned it, and falls where neither."""
@@ -135,8 +140,6 @@ class AutoLR:
         # A lower rate does not bring back what an overshoot has displaced: seen from the old anchor it would look too
         # high for ever. After a fall by e^2 the path is measured from here.
         self.fallen = max(self.fallen - move, 0.0)
-        if self.fallen >= 2:
-            self.anchor, self.rounds, self.num_forgotten, self.fallen = self.theta(), [], 0, 0.0
 
     def smoothed_slope(self, loss: float) -> tuple[float, float]:
         """The mean of the rounds' slopes, of which each counts half of the next; and the same in standard errors."""
@@ -171,14 +174,8 @@ def smoothed(rounds: list[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, float, float, float]:
-    """What the rounds since the anchor show together, once there are eight.
-
-    Progress q: the fall of the loss from the third eighth to the last quarter, in standard errors. Cost: the slope of
-    the last quarter over the gain. That slope, the same in standard errors, and the jump of the last loss.
-    """
-    stride = 1  # rounds of a row: there are never more than 127 rows
-    while len(rounds) // stride >= 128:
-        stride *= 2
+    """Of the rounds since the anchor: progress q, cost over gain, late slope, its z, and the jump of the last loss."""
+    stride = 2 ** (len(rounds) // 128).bit_length()  # rounds of a row: there are never more than 127 rows
     if (num := len(rounds) // stride) < 8:
         return 2.0, 0.0, 0.0, 0.0, 0.0  # neither progress nor a standstill
     slopes, _, losses = torch.tensor(rounds[: num * stride], dtype=torch.float64).view(num, stride, 3).mean(1).T
@@ -190,6 +187,7 @@ def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, f
     # Noise is what a trend does not explain of three losses in a row; few of them tell little.
     bends = losses[num // 2 :].diff(2).square() / 6
     deviation = float(bends.mean().sqrt()) * (1 + 2 / len(bends))
+    # Progress: the fall of the loss from the third eighth to the last quarter, in standard errors.
     drop, noise = float(half.mean() - late.mean()), deviation * math.sqrt(1 / len(late) + 1 / len(half))
     slope, error = float(slopes.mean()), math.sqrt(slopes.diff().square().mean() / 2 / len(slopes))
     gain = max(drop, noise) / math.log(2)  # while the time grows e-fold: between the two it has doubled
@@ -212,7 +210,7 @@ class Guard:
     """Tells a broken round by its loss."""
 
     def __init__(self, interval: int) -> None:
-        self.max_lost = max(math.ceil(16 / interval), 2)
+        self.max_lost, self.num_in_vain, self.jump = max(math.ceil(16 / interval), 2), 0, 0.0
 
     def expect(self, first: float, noise: float, *recent: float) -> None:
         """Begin: the loss before training, how far batches are apart, and losses of rounds since."""
@@ -221,7 +219,7 @@ class Guard:
 
     def is_broken(self, loss: float) -> bool:
         # Up for fewer than 16 steps, momentum may have carried it there, or a batch of outliers.
-        progress = self.first - self.lowest
+        progress, self.num_in_vain = self.first - self.lowest, 0
         is_lost = progress > 10 * self.noise and loss > self.first - 0.1 * progress
         is_up = is_lost or (bool(self.recent) and loss > self.limit())
         broken = not math.isfinite(loss) or (is_up and self.num_lost + 1 >= self.max_lost)
@@ -234,7 +232,10 @@ class Guard:
             self.recent = [*self.recent, loss][-16:]
             self.lowest = min(self.lowest, median(self.recent[-5:])) if len(self.recent) > 1 else math.inf
         if self.num_strikes > 3 and math.isfinite(loss):  # going back does not help: the data have changed
+            if loss - self.recent[-1] > 0.8 * (self.jump - self.recent[-1]):  # no better at half the rate
+                self.num_in_vain = self.num_strikes - 1
             self.expect(loss, math.nan, loss)
+        self.jump = loss
         return broken and self.num_strikes > 0
 
     def limit(self) -> float:
@@ -245,6 +246,5 @@ class Guard:
             room = max(0.35 * (self.first - lowest), 2.5 * self.noise)
             return usual + 2 * size if math.isnan(self.noise) else lowest + room
         steps = [b - a for a, b in zip(self.recent, self.recent[1:], strict=False)]
-        trend = median(steps)  # a loss that falls fast must not hide one that jumps
-        sigma = math.sqrt(sum((step - trend) ** 2 for step in steps) / (len(steps) - 1))
+        sigma = stdev(steps, median(steps))  # around the trend: a loss that falls fast must not hide one that jumps
         return usual + max(0.1 * (self.first - usual), 5 * (1 + 4 / len(steps)) * sigma, 1e-3 * size)

@@ -145,6 +145,39 @@ def test_a_level_that_stays_up_is_accepted_after_max_strikes() -> None:
     assert all(feed([4.1, 3.9, 4.0, 3.8, 3.9, 3.85], state)[1])
 
 
+@pytest.mark.parametrize(
+    ("losses", "num_in_vain"),
+    [
+        ([4.0] * 5, 3),
+        ([4.0, 4.0, 4.0, 4.0, 3.7], 3),  # nearly as high at half the learning rate
+        ([4.0, 4.0, 4.0, 4.0, 3.4], 0),  # which has helped
+        ([4.0, 4.0, math.nan, math.nan, 4.0], 0),  # what was not finite has no size
+    ],
+)
+def test_where_a_lower_learning_rate_does_not_help_it_was_not_the_cause(losses: list[float], num_in_vain: int) -> None:
+    rollback = Rollback(5)
+
+    def is_broken(loss: float) -> bool:
+        return rollback.is_broken(np.array([loss]), weights_fine=True, losses_given=True, step=1)
+
+    assert not any(map(is_broken, CURVE))
+    broken = [is_broken(loss) for loss in losses[:-1]]
+    assert broken == [False, True, True, True]
+    again = Rollback(5)
+    again.load_state_dict(json.loads(json.dumps(rollback.state_dict())))
+    rollback = again
+    assert not is_broken(losses[-1])
+    assert rollback.num_in_vain == num_in_vain
+    assert not is_broken(losses[-1])
+    assert rollback.num_in_vain == 0, "of that round alone"
+
+
+@pytest.mark.parametrize("jump", [math.nan, math.inf, "4", True])
+def test_a_jump_that_is_no_number_is_refused(jump: object) -> None:
+    with pytest.raises(ValueError, match="jump must be a finite number, or None"):
+        Rollback(5).load_state_dict({**Rollback(5).state_dict(), "jump": jump})
+
+
 def test_a_healthy_round_clears_the_strikes() -> None:
     _, verdicts = feed([*CURVE, 4.0, 4.0, 4.0, 1.8, 4.0, 4.0, 4.0, 4.0])
     assert verdicts[-8:] == [True, False, False, True, True, False, False, False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import re
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -451,13 +452,20 @@ def test_without_rollback_broken_weights_are_an_error() -> None:
         train_step(optimizer, auto)
 
 
-def test_data_that_change_are_accepted_after_some_rollbacks() -> None:
+def test_data_that_change_are_accepted_and_cost_no_learning_rate() -> None:
     optimizer = two_groups()
     auto = AutoLR(CosineAnnealingLR(optimizer, 400), adapt=AS_GIVEN, interval=2)
-    for step in range(60):
-        loss = train_step(optimizer)
-        auto.step(loss + (50.0 if step >= 20 else 0.0))
-    assert auto.history[-1].num_rollbacks == Guard().max_strikes
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(120):
+            loss = train_step(optimizer)
+            auto.step(loss + 50.0 * (step >= 20) + 500.0 * (step >= 80))
+    assert sum("3 rounds were undone and learning rates lowered" in str(each.message) for each in told) == 1, "once"
+    changed = [k for k, record in enumerate(auto.history) if any("have changed" in said for said in record.events)]
+    assert len(changed) == 2
+    assert auto.history[-1].num_rollbacks == 2 * Guard().max_strikes
+    for k in changed:
+        assert auto.history[k].scales == pytest.approx([8 * scale for scale in auto.history[k - 1].scales])
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------

@@ -581,6 +581,29 @@ def test_a_schedule_that_was_loaded_first_is_continued_exactly(at: int) -> None:
     assert trained(made(saved), 40) == trained(first, 40)
 
 
+def test_gradients_far_below_eps_do_not_make_a_first_step_that_ruins() -> None:
+    """Neither guess at an update holds: it is like SGD's, at a learning rate over eps."""
+    torch.manual_seed(0)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    scheduler = AutoLR(optimizer, total_steps=200)
+    x = torch.randn(64, 3, dtype=torch.float64)
+    y = x.sum(1, keepdim=True)
+    losses, sizes = [], []
+    for _ in range(200):
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        loss = (model(x) - y).square().mean() * 1e-12
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss)
+        moved = nn.utils.parameters_to_vector(model.parameters()).detach() - before
+        losses.append(loss.item())
+        sizes.append(float(moved.norm() / before.norm()))
+    assert max(sizes[:12]) < 0.02
+    assert losses[-1] < 0.2 * losses[0]
+
+
 def test_an_optimizer_that_reads_its_learning_rate_once_is_refused() -> None:
     optimizer = torch.optim.Rprop(net().parameters(), lr=0.1)
     with pytest.raises(ValueError, match="Rprop does in its first one alone: no schedule acts on it"):

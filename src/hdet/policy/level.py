@@ -28,7 +28,8 @@ that shrink as noise averages out, as Adam's."""
 PROBE_LR, PROBE_SIZE = 1e-12, 1e-4
 """The learning rate of the first step; and the relative size that the next one aims at, before an update was seen."""
 MAX_PROBE = 1e4
-"""Times the larger of the two guesses: no step before an update was seen has a higher learning rate."""
+"""Times the larger of the two guesses, and times the step before: no step before an update was seen has a higher
+learning rate."""
 MEASURABLE = 1e-6
 """Relative updates below are lost in rounding."""
 SMALLEST = 1e-3
@@ -186,8 +187,10 @@ class Level:
         # root of the number of entries where it is like a sign, the gradient's own where it is like SGD's.
         aims = sorted(PROBE_SIZE * weights / size for size in (math.sqrt(sizes.num), sizes.gradient))
         later = [aim for aim in aims if aim > self._probed]
+        # What could not be measured was below a millionth of the weights, so that this is at most a hundredth of them.
+        safe = max(MAX_PROBE * self._probed, aims[0])
         # Something else than the rate may keep an optimizer from moving for some steps: never far above both.
-        self._probed = _bounded(later[0] if later else min(100 * self._probed, MAX_PROBE * aims[-1]))
+        self._probed = _bounded(min(later[0], safe) if later else min(100 * self._probed, MAX_PROBE * aims[-1]))
         self.scale = _bounded(self._probed / max(scheduled, 1e-3 * self.peak))
 
     def _measure(self, sizes: Sizes | None, rate: float) -> None:

@@ -175,6 +175,10 @@ class Budget:
         return self.debt > RECOVERY * max(self.max_rollbacks - 1, 0)
 
 
+NO_BETTER = 0.8
+"""Of how far the loss was up at twice the learning rate: where it still is, the learning rate is not the cause."""
+
+
 class Rollback:
     """Calls rounds broken, and counts those that were undone.
 
@@ -189,21 +193,31 @@ class Rollback:
         self.num_rollbacks = 0
         self.cause = ""
         """Of the last broken round."""
+        self.jump = math.nan
+        """Its loss."""
+        self.num_in_vain = 0
+        """Rollbacks before the round that ends, where it shows that the data were the cause, not the learning rate."""
         self._warned = False
 
     def is_broken(self, losses: FloatArray, *, weights_fine: bool, losses_given: bool, step: int) -> bool:
         """Whether the round that ends has to be undone. Raises where undoing rounds does not help."""
         finite = losses[np.isfinite(losses)]
         max_rollbacks = self.budget.max_rollbacks
+        self.num_in_vain = 0
         if weights_fine and not losses_given:  # only the weights can tell
             self.guard_state, fine = self.guard_state._replace(num_strikes=0), True
         else:
             loss = float(finite.mean()) if weights_fine and len(finite) else math.nan
-            usual = self.guard_state.recent[-1:]
-            self.guard_state, fine = self.guard.update(self.guard_state, loss)
+            before = self.guard_state
+            usual = before.recent[-1] if before.recent else math.nan
+            self.guard_state, fine = self.guard.update(before, loss)
             self.cause = "loss or weights were not finite"
             if not fine and math.isfinite(loss):
-                self.cause = f"the loss jumped to {loss:.4g} from {usual[0]:.4g} and stayed up"
+                self.cause = f"the loss jumped to {loss:.4g} from {usual:.4g} and stayed up"
+            is_accepted = before.num_strikes > self.guard_state.num_strikes and len(self.guard_state.recent) == 1
+            if is_accepted and loss - usual > NO_BETTER * (self.jump - usual):
+                self.num_in_vain = before.num_strikes
+            self.jump = math.nan if fine else loss
         if fine:
             self.budget.recover()
         elif self.guard_state.num_strikes > max_rollbacks:
@@ -255,16 +269,20 @@ class Rollback:
             "guard": pack_guard(self.guard_state),
             "num_rollbacks": self.num_rollbacks,
             "rollback_debt": self.budget.debt,
+            "jump": self.jump if math.isfinite(self.jump) else None,
         }
 
     @staticmethod
-    def check_state(state: Mapping[str, Any]) -> tuple[GuardState, int, int]:
-        """Guard, rollbacks and debt of a saved state; ValueError or KeyError where it cannot be used."""
-        debt = whole_of(state.get("rollback_debt", 0), "rollback_debt")
-        return unpack_guard(state["guard"]), whole_of(state["num_rollbacks"], "num_rollbacks"), debt
+    def check_state(state: Mapping[str, Any]) -> tuple[GuardState, int, int, float]:
+        """Guard, rollbacks, debt and jump of a saved state; ValueError or KeyError where it cannot be used."""
+        debt, jump = whole_of(state.get("rollback_debt", 0), "rollback_debt"), state.get("jump")  # older: none
+        if jump is not None and math.isnan(number(jump)):
+            raise ValueError(f"jump must be a finite number, or None, but got {shown(jump)}")
+        count = whole_of(state["num_rollbacks"], "num_rollbacks")
+        return unpack_guard(state["guard"]), count, debt, math.nan if jump is None else float(jump)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.guard_state, self.num_rollbacks, debt = self.check_state(state)
+        self.guard_state, self.num_rollbacks, debt, self.jump = self.check_state(state)
         self.budget.debt = min(debt, RECOVERY * self.budget.max_rollbacks)
 
 

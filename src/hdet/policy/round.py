@@ -166,6 +166,7 @@ class RoundPolicy:
         self.first_losses: list[float] = []
         """Of the first rounds: what the loss is before training, and how far batches are apart."""
         self._scheduled = 0.0
+        self._told_of_data = False
         self.searching, self.searched = level is not None, 0
         """Whether every step is a round of its own, since the first learning rate is unknown; the last that was."""
         if level is not None:
@@ -237,6 +238,16 @@ class RoundPolicy:
         if confirmed.add(seen.evaluation, loss, moves=acting and known and not go_back):
             follows = "follows" if self.acts else "would follow"
             events += (f"the training loss falls below the validation loss: the learning rate {follows} their ratio",)
+        num_in_vain = 0 if self.rollback is None else self.rollback.num_in_vain
+        if num_in_vain:
+            steering.multiply(CUT**-num_in_vain)
+            steering.forget()
+            events += (
+                f"the loss stays at {loss:.4g}, although {num_in_vain} rounds were undone and learning rates lowered: "
+                "the data have changed. Learning rates are what they were, and progress is measured from here",
+            )
+            messages += events[-1:] if not self._told_of_data else ()
+            self._told_of_data = True
         if go_back and not self.acts:
             go_back, events = False, (*events, "this round would have been undone")
             steering.cut(CUT)
@@ -245,9 +256,9 @@ class RoundPolicy:
             before = steering.scales
             if not searching:  # what breaks at a negligible rate says nothing of the rates
                 steering.cut(CUT)
-            done, messages = self.rollback.take(seen.step, is_cut=bool((steering.scales < before).any()))
-            events += (done,)
-        elif acting:
+            done, told = self.rollback.take(seen.step, is_cut=bool((steering.scales < before).any()))
+            events, messages = (*events, done), (*messages, *told)
+        elif acting and not num_in_vain:
             end = self.acting[1]
             control, knobs = steering.decide(
                 compared,
@@ -277,7 +288,7 @@ class RoundPolicy:
             quarantined=quarantined,
             healthy=healthy,
             losses=compared,
-            new_anchor=fallen or (renewed and not seen.last),
+            new_anchor=fallen or (bool(num_in_vain) and self.anchored) or (renewed and not seen.last),
             held=held,
             num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
             scales=scales,

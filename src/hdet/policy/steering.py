@@ -265,9 +265,13 @@ class Steering:
         """
         if (self.fallen < MAX_FALL).all():
             return False
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """The evidence begins again."""
         self.fallen = np.zeros_like(self.fallen)
         self._init_controllers()
-        return True
 
     def cut(self, factor: float) -> None:
         """After a rollback: lower all learning rates, and forget the evidence that led there."""
