@@ -242,9 +242,10 @@ class RoundPolicy:
         if num_in_vain:
             steering.multiply(CUT**-num_in_vain)
             steering.forget()
+            were = "were" if self.acts else "would have been"
             events += (
-                f"the loss stays at {loss:.4g}, although {num_in_vain} rounds were undone and learning rates lowered: "
-                "the data have changed. Learning rates are what they were, and progress is measured from here",
+                f"the loss stays at {loss:.4g}, although {num_in_vain} rounds {were} undone and learning rates "
+                "lowered: the data have changed. Learning rates are what they were, and progress is measured from here",
             )
             messages += events[-1:] if not self._told_of_data else ()
             self._told_of_data = True
