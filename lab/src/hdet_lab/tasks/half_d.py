@@ -323,17 +323,25 @@ class TeacherTask(PlainTask):
 
 
 class PhotographsTask(PlainTask):
-    """Photographs of CIFAR-10 in [-1, 1] and what they show."""
+    """Photographs of CIFAR-10 in [-1, 1] and what they show; a subclass says how they are called, and how many."""
+
+    NAME, STEPS, BATCH = "", 500, 128
 
     def __init__(
-        self, name: str, data: str | Path, *, total_steps: int, batch_rows: int, download: bool = True
+        self,
+        data: str | Path = "data",
+        *,
+        total_steps: int | None = None,
+        batch_rows: int | None = None,
+        download: bool = True,
     ) -> None:
         arrays = read_arrays("cifar10", data, download=download)
         images = torch.from_numpy(np.concatenate([arrays["train_images"], arrays["test_images"]]))
         labels = torch.from_numpy(np.concatenate([arrays["train_labels"], arrays["test_labels"]])).long()
         num_train = len(arrays["train_labels"])
         self.shape = tuple(images.shape[1:])
-        super().__init__(name, [images, labels], total_steps=total_steps, batch_rows=batch_rows, num_train=num_train)
+        sizes = {"total_steps": total_steps or self.STEPS, "batch_rows": batch_rows or self.BATCH}
+        super().__init__(self.NAME, [images, labels], num_train=num_train, **sizes)
 
     def gather(self, rows: Tensor) -> Batch:
         images, labels = super().gather(rows)
@@ -347,10 +355,7 @@ class PhotographsTask(PlainTask):
 class DeepTask(PhotographsTask):
     """Photographs for ten layers of tanh without a norm, 1.1M parameters."""
 
-    def __init__(
-        self, data: str | Path = "data", *, total_steps: int = 500, batch_rows: int = 64, download: bool = True
-    ) -> None:
-        super().__init__("deep", data, total_steps=total_steps, batch_rows=batch_rows, download=download)
+    NAME, BATCH = "deep", 64
 
     def plain_model(self) -> nn.Module:
         return nn.Sequential(nn.Flatten(), mlp(math.prod(self.shape), *[200] * 10, 10, act=nn.Tanh))
@@ -389,10 +394,7 @@ class Mixer(nn.Module):
 class MixerTask(PhotographsTask):
     """Photographs for an MLP-Mixer of 0.25M parameters."""
 
-    def __init__(
-        self, data: str | Path = "data", *, total_steps: int = 500, batch_rows: int = 128, download: bool = True
-    ) -> None:
-        super().__init__("mixer", data, total_steps=total_steps, batch_rows=batch_rows, download=download)
+    NAME = "mixer"
 
     def plain_model(self) -> nn.Module:
         return Mixer()
@@ -413,12 +415,10 @@ class Vae(nn.Module):
 class AutoencoderTask(PhotographsTask):
     """Photographs as 32 numbers and noise, which belongs to the row: the bound of a VAE of 1.6M parameters, in nats."""
 
-    LATENT = 32
+    NAME, STEPS, LATENT = "autoencoder", 600, 32
 
-    def __init__(
-        self, data: str | Path = "data", *, total_steps: int = 600, batch_rows: int = 128, download: bool = True
-    ) -> None:
-        super().__init__("autoencoder", data, total_steps=total_steps, batch_rows=batch_rows, download=download)
+    def __init__(self, data: str | Path = "data", **sizes: Any) -> None:
+        super().__init__(data, **sizes)
         self.data_1 = normal(80, len(self.tensors[0]), self.LATENT)  # in the place of what they show
 
     def plain_model(self) -> nn.Module:
@@ -454,10 +454,7 @@ class Views(nn.Module):
 class ContrastTask(PhotographsTask):
     """Which of two halves of photographs belong together (SimCLR's loss): convolutions, 0.07M parameters."""
 
-    def __init__(
-        self, data: str | Path = "data", *, total_steps: int = 500, batch_rows: int = 128, download: bool = True
-    ) -> None:
-        super().__init__("contrast", data, total_steps=total_steps, batch_rows=batch_rows, download=download)
+    NAME = "contrast"
 
     def plain_model(self) -> nn.Module:
         return Views()
