@@ -7,6 +7,7 @@ words those of WikiText-2. Sizes and lengths were chosen by what a fixed learnin
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,7 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.from_numpy(np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * np.pi * angle)).float()
 
 
-class PlainTask(RowsTask):
+class PlainTask(RowsTask, ABC):
     """Rows of tensors, the last fifth of which validates, for a model with torch's own first weights."""
 
     def __init__(
@@ -49,8 +50,9 @@ class PlainTask(RowsTask):
         num_train = num - int(num * VALIDATION_SHARE) if num_train is None else num_train
         super().__init__(name, tensors, num_train, total_steps=total_steps, batch_rows=batch_rows)
 
+    @abstractmethod
     def plain_model(self) -> nn.Module:
-        raise NotImplementedError
+        """Drawn from torch's global state."""
 
     def build(self, seed: int = 0) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
