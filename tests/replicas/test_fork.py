@@ -91,15 +91,15 @@ def test_who_is_right() -> None:
 
 
 def _corrupt(model: nn.Module, index: int) -> None:
-    """The last bit of one weight."""
+    """One bit of one weight, a 2**-38th of it or less; the last one could be rounded away by the next step."""
     parameter = local_tensor(list(model.parameters())[index])
     with torch.no_grad():
         flat = parameter.view(-1).view(torch.int64)
-        flat[-1] ^= 1
+        flat[-1] ^= 2**14
 
 
 def _forked(choice: str, broken: int, how: str, act: bool = True) -> dict[str, Any]:
-    """One weight of one rank changes by its last bit in the second round."""
+    """One weight of one rank changes by one bit in the second round."""
     rank, count = dist.get_rank(), dist.get_world_size()
     faults = Faults(on_fork=choice)  # type: ignore[arg-type]
     run = Run(DistributedDataParallel(net()), FACES["gradient"], (rank, count), faults=faults, act=act)
