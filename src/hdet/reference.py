@@ -112,12 +112,13 @@ class AutoLR:
         b, z = self.smoothed_slope(loss)
         fall, fall_error = self.start - loss, self.noise * math.sqrt(1 / 4 + 1 / num)  # P, since the first step
         e = elasticity(b, fall, fall_error)
-        progress, cost, late_slope, late_z, jump = look_back(self.rounds)
+        progress, cost, most, late_slope, late_z, jump = look_back(self.rounds)
         dtau = min(math.log(step / max(step - num, 1)), 0.7)  # moves go by the logarithm of the time
         # Optimism, earned by progress: the decay will remove noise, so z up to z0 or, later, a small cost is no brake.
         z0, late = 2.5 - 1.5 * done, clip((done - 0.2) / 0.3) * clip((0.3 - cost) / 0.2)
         # Adam may remember large first gradients for long: doublings of an update to 0.8%, once the loss has fallen.
-        small = math.log2(0.008 / max(update, 1e-300)) if fall > 10 * fall_error else 0.0
+        tiny = max(update * self.caution ** clip(-20 * most), 1e-300)  # caution ends where more is surely better
+        small = math.log2(0.008 / tiny) if fall > 10 * fall_error else 0.0
         rise = max(clip((z0 - z) / z0), late, clip(small - 1)) * clip((progress - 3) / 7) * min(max(small, 2), 6) * dtau
         supported = z < -2 and e < 0
         if supported and (z < -4 or progress >= 3):
@@ -125,7 +126,7 @@ class AutoLR:
             if e < -0.8:  # the loss is linear along the whole path: nothing limits the rate yet
                 rise = max(rise, 0.3 * clip((-z - 4) / 6))
         if e >= -0.8:  # not beyond updates of 0.8% of the weights early, 2% late: damage of the first steps stays
-            bound = 0.008 * 2.5 ** clip((done - 0.1) / 0.6)
+            bound = 0.008 * 2.5 ** clip((done - 0.1) / 0.6) / self.caution ** clip(2 - 20 * most)  # or surely cheap
             rise *= clip((bound - update) / (0.3 * bound))
         rise *= 1 - clip((cost - 0.3) / 0.3)
         move = 0.0 if in_warmup or jump > 2 else min(rise, 0.3)
@@ -173,11 +174,11 @@ def smoothed(rounds: list[tuple[float, float, float]]) -> tuple[float, float]:
     return slope / max(sum(weights), 1.0), variance / max(sum(weights), 1.0)
 
 
-def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, float, float, float]:
-    """Of the rounds since the anchor: progress q, cost over gain, late slope, its z, and the jump of the last loss."""
+def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, float, float, float, float]:
+    """Since the anchor: progress q, cost over gain, the same at most, late slope, its z, and the last loss's jump."""
     stride = 2 ** (len(rounds) // 128).bit_length()  # rounds of a row: there are never more than 127 rows
     if (num := len(rounds) // stride) < 8:
-        return 2.0, 0.0, 0.0, 0.0, 0.0  # neither progress nor a standstill
+        return 2.0, 0.0, math.inf, 0.0, 0.0, 0.0  # neither progress nor a standstill
     slopes, _, losses = torch.tensor(rounds[: num * stride], dtype=torch.float64).view(num, stride, 3).mean(1).T
     # A batch of outliers is no rise of the loss: no row counts as more than some five deviations above those around it.
     usual = losses.unfold(0, 5, 1).median(1).values[(torch.arange(num) - 2).clamp(0, num - 5)]
@@ -191,8 +192,8 @@ def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, f
     drop, noise = float(half.mean() - late.mean()), deviation * math.sqrt(1 / len(late) + 1 / len(half))
     slope, error = float(slopes.mean()), math.sqrt(slopes.diff().square().mean() / 2 / len(slopes))
     gain = max(drop, noise) / math.log(2)  # while the time grows e-fold: between the two it has doubled
-    cost = min(slope, max(slope - 2 * error, 0.0)) / gain
-    return drop / noise, cost, slope, slope / error, float(losses[-1] - losses[-2]) / (math.sqrt(2) * deviation)
+    cost, most = min(slope, max(slope - 2 * error, 0.0)) / gain, (slope + 2 * error) / gain
+    return drop / noise, cost, most, slope, slope / error, float(losses[-1] - losses[-2]) / (math.sqrt(2) * deviation)
 
 
 def elasticity(slope: float, fall: float, error: float) -> float:

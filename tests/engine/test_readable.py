@@ -72,12 +72,12 @@ def train(
     return Run(np.array(lrs), np.array(weights), scheduler)
 
 
-def compared(make: Make, kind: str, **settings: Any) -> tuple[Run, Run]:
+def compared(make: Make, kind: str, made_readable: Make = readable, **settings: Any) -> tuple[Run, Run]:
     """Train with both, and hold them equal."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*undone")
         real = train(make, kind, **settings)
-    want = train(readable, kind, **settings)
+    want = train(made_readable, kind, **settings)
     assert_allclose(real.lrs, want.lrs, rtol=1e-10, err_msg="learning rates")
     assert_allclose(real.weights, want.weights, rtol=1e-8, atol=1e-9, err_msg="weights")
     return real, want
@@ -115,6 +115,24 @@ def test_in_hard_cases_too(name: str) -> None:
     assert real.scheduler.history[-1].num_rollbacks == ROLLBACKS.get(name, 0)
     anchor_moved = not np.allclose(want.scheduler.anchor, want.weights[0])
     assert anchor_moved == (name in ("a loss that rises", "data that change"))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_of_a_large_model_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """41 entries count as 18 million. Caution ends where a higher rate is surely better, or surely cheap."""
+    monkeypatch.setattr("hdet.policy.level.SMALL_MODEL", 41 / 9)
+
+    def careful(model: nn.Module, optimizer: Optimizer, total_steps: int) -> reference.AutoLR:
+        scheduler = readable(model, optimizer, total_steps)
+        scheduler.caution = 1 / 3
+        return scheduler
+
+    _, want = compared(by_default, kind, careful, seed=4, total_steps=300, noise=1.0)
+    rounds = want.scheduler.rounds
+    most = np.array([reference.look_back(rounds[:num])[2] for num in range(8, len(rounds))])
+    assert most.min() < -0.05
+    assert ((most > 0.05) & (most < 0.1)).any()
+    assert most.max() > 0.1
 
 
 def test_of_many_rounds_several_count_as_one() -> None:

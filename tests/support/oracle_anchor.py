@@ -162,7 +162,8 @@ class Shown(NamedTuple):
 
     loss: float
     start: tuple[float, float] | None  # the loss before training, and the standard error of the fall since
-    update: float | None  # relative to the weights
+    update: float | None  # relative to the weights, of a large model over its caution
+    caution: float
     in_warmup: bool
     elapsed: float
     progress: float
@@ -241,6 +242,7 @@ class Evidence:
         return {
             "progress": drop / noise,
             "cost": doubted / (max(drop, noise) / math.log(2)),
+            "most": (slope + 2 * error) / (max(drop, noise) / math.log(2)),
             "slope": slope,
             "z": slope / error,
             "jump": (losses[-1] - losses[-2]) / (math.sqrt(2) * deviation),
@@ -259,14 +261,15 @@ class Evidence:
     def level_move(self, z: float, shown: Shown) -> float:
         """Eq. 17."""
         s, past = self.scenario, self.looked_back()
-        q, cost = past.get("progress", 0.0), past.get("cost", 0.0)
+        q, cost, most = past.get("progress", 0.0), past.get("cost", 0.0), past.get("most", 1.0)
         e = self.elasticity(self.smoothed(self.slopes), shown)
         z0 = 2.5 - 1.5 * min(shown.progress, 1.0)
         cheap = between(shown.progress, 0.2, 0.5) * between(-cost, -0.3, -0.1)
         pace, unopposed = s.pace, max(between(z0 - z, 0, z0), cheap)
         has_learned = shown.start is not None and shown.start[0] - shown.loss > 10 * shown.start[1]
         if s.max_update is not None and shown.update is not None and has_learned:
-            doublings = math.log(s.max_update[0] / max(shown.update, 1e-300)) / math.log(2)
+            update = shown.update * shown.caution ** between(-most, 0.0, 0.05)
+            doublings = math.log(s.max_update[0] / max(update, 1e-300)) / math.log(2)
             pace, unopposed = pace * float(np.clip(doublings / 2, 1, 3)), max(unopposed, between(doublings, 1, 2))
         moves = [pace * shown.elapsed * unopposed * between(q, 3, 10)]
         asked_for = z < -2 and e < 0
@@ -277,7 +280,8 @@ class Evidence:
         if s.max_update is not None and shown.update is not None and e >= -0.8:
             early, late = s.max_update
             widest = early * (late / early) ** between(shown.progress, 0.1, 0.7)
-            moves[0] *= between(widest - shown.update, 0, 0.3 * widest)
+            update = shown.update * shown.caution ** between(-most, -0.1, -0.05)
+            moves[0] *= between(widest - update, 0, 0.3 * widest)
         moves[0] = min(moves[0] * between(-cost, -0.6, -0.3), 0.3)
         if shown.in_warmup or past.get("jump", 0.0) > 2:
             moves[0] = 0.0
@@ -397,6 +401,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                         loss=float(np.mean(losses)),
                         start=start,
                         update=change / weights / caution_of(num_entries) if scenario.level and due else None,
+                        caution=caution_of(num_entries),
                         in_warmup=told.in_warmup,
                         elapsed=min(math.log(num_done / max(begun, 1)), 0.7),
                         progress=num_done / hold,

@@ -22,8 +22,8 @@ class Evidence(NamedTuple):
         elapsed: by how much the logarithm of the time since the start has grown in this round.
         start: mean loss before training, and the standard error of its difference from the losses of a round; None
             where no losses are known.
-        update: size of an update, relative to that of the weights; in large models times as large as a step has to be
-            smaller there (Eq. 16); None where it was not measured.
+        update: size of an update, relative to that of the weights and over ``caution``; None where it was not measured.
+        caution: what a step of a large model has to do beside one of a small model (Eq. 16).
         level: what the scales started from.
         progress: share of the time in which base values may move that has passed; None where its length is unknown.
         whole: slope over the logarithm of all knobs at once, and its standard error, where that was measured.
@@ -41,6 +41,7 @@ class Evidence(NamedTuple):
     elapsed: float = 0.0
     start: tuple[float, float] | None = None
     update: float | None = None
+    caution: float = 1.0
     level: float = 1.0
     progress: float | None = None
     whole: tuple[float, float] | None = None

@@ -44,6 +44,9 @@ CHEAP, LATE = (0.3, 0.1), (0.2, 0.5)
 """Of cost over gain: below, a slope against the knob holds no rise back, however sure. And the shares of the time in
 which the knob may move between which this comes to count: the decay removes the cost of noise, damage of the first
 steps stays."""
+SURELY_CHEAP, SUPPORTED = (0.1, 0.05), (0.0, -0.05)
+"""Of what cost over gain is at most: below, updates of a large model may grow to those of a small one; and count as
+small beside those."""
 WIDENING = (0.1, 0.7)
 """Shares of the time in which the knob may move: between them the bound on updates goes from its first value to its
 last one."""
@@ -158,7 +161,8 @@ class LevelController:
             of the time in which it may move; their mean in a run of unknown length.
         max_update: the size of an update, relative to the weights, at which rises end: in the first tenth of the time
             in which the learning rate may move, and after seven tenths of it; None for no bound. Updates of models
-            above 2M parameters count as larger, by as much as Eq. 16 wants them smaller.
+            above 2M parameters count as larger, by as much as Eq. 16 wants them smaller. For the bound that ends as two
+            standard errors above b over the gain go from 0.1 to 0.05, and for h as they go from 0 to -0.05.
     """
 
     def __init__(
@@ -225,7 +229,8 @@ class LevelController:
         pace, is_open = self.pace, _clip((optimism - z) / optimism)
         is_open = max(is_open, _share(done, LATE) * _share(trail.cost, CHEAP))
         if self.max_update is not None and evidence.update is not None and _fall(evidence) > LEARNED:
-            halvings = math.log2(self.max_update[0] / max(evidence.update, 1e-300))
+            update = evidence.update * evidence.caution ** _share(trail.most, SUPPORTED)
+            halvings = math.log2(self.max_update[0] / max(update, 1e-300))
             pace *= min(max(halvings / 2, 1.0), FASTEST)
             is_open = max(is_open, _clip(halvings - 1))
         rise = pace * evidence.elapsed * is_open * earned
@@ -237,7 +242,8 @@ class LevelController:
         if self.max_update is not None and e >= LINEAR and evidence.update is not None:
             first, last = self.max_update
             largest = first * (last / first) ** _share(done, WIDENING)
-            rise *= _clip((largest - evidence.update) / (0.3 * largest))
+            update = evidence.update * evidence.caution ** _share(trail.most, SURELY_CHEAP)
+            rise *= _clip((largest - update) / (0.3 * largest))
         rise *= 1 - _share(trail.cost, BRAKE)
         move = 0.0 if evidence.in_warmup or trail.jump > SURE else min(rise, MAX_RISE)
         if trail.enough and trail.progress < STANDSTILL and not supported and not evidence.in_warmup:
@@ -315,7 +321,8 @@ class Trail(NamedTuple):
     Attributes:
         enough: whether it is long enough for what follows.
         progress: the fall of the loss from its third eighth to its last quarter, in standard errors.
-        cost: the slope over the gain.
+        cost: the slope over the gain; what it is at least, where the slope speaks against the knob.
+        most: what it is at most.
         slope: over the last quarter.
         z: that slope in its standard errors.
         jump: how far the last loss is above the one before, in standard deviations.
@@ -324,6 +331,7 @@ class Trail(NamedTuple):
     enough: bool = False
     progress: float = 0.0
     cost: float = 0.0
+    most: float = math.inf
     slope: float = 0.0
     z: float = 0.0
     jump: float = 0.0
@@ -349,11 +357,12 @@ def _look_back(state: LevelState, knob: int) -> Trail:
     ratios = (
         drop / max(noise, 1e-300),
         cost,
+        (slope + DOUBT * error) / gain,
         slope / max(error, 1e-300),
         (losses[-1] - losses[-2]) / max(math.sqrt(2) * deviation, 1e-300),
     )
-    progress, cost, z, jump = (float(np.clip(ratio, -1e6, 1e6)) for ratio in ratios)
-    return Trail(True, progress, cost, slope, z, jump)
+    progress, cost, most, z, jump = (float(np.clip(ratio, -1e6, 1e6)) for ratio in ratios)
+    return Trail(True, progress, cost, most, slope, z, jump)
 
 
 def _without_outliers(losses: FloatArray) -> FloatArray:

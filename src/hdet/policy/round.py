@@ -271,6 +271,7 @@ class RoundPolicy:
                 elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
                 update=None if seen.sizes is None else seen.sizes.relative / share,
+                caution=1.0 if seen.sizes is None else seen.sizes.caution,
                 values=seen.rates,
                 last=seen.last,
             )
