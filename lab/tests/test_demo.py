@@ -23,14 +23,14 @@ def test_the_demo_trains_compares_and_reports(
     assert cli.main(["demo", "--replicas", str(replicas), "--steps", "12", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert f"{replicas} replicas train a GPT" in said
-    for name in ("AutoLR", "OneCycleLR at 0.01", "OneCycleLR at 0.0001"):
+    for name in ("AutoLR", "OneCycleLR at 0.003", "OneCycleLR at 0.0001"):
         assert f"{name}: step 12/12, loss" in said
     assert re.search(
-        r"its validation loss is \S+% against OneCycleLR at 0.01, and \S+% against OneCycleLR at 0.0", said
+        r"its validation loss is \S+% against OneCycleLR at 0.003, and \S+% against OneCycleLR at 0.0", said
     )
     assert f"To be opened in a browser: {out}/report/report.html" in said
     html = (out / "report" / "report.html").read_text()
-    runs = {"autolr": "none", "onecyclelr-at-0.01": "one-cycle", "onecyclelr-at-0.0001": "one-cycle"}
+    runs = {"autolr": "none", "onecyclelr-at-0.003": "one-cycle", "onecyclelr-at-0.0001": "one-cycle"}
     for name, schedule in runs.items():
         record = run_folder.read(out / name)
         assert record.config["schedule"] == schedule

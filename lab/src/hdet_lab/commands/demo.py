@@ -1,6 +1,6 @@
 """``hdet demo``: a small GPT learns the source of Python's standard library, with AutoLR and with fixed learning rates.
 
-AutoLR with nothing set; then OneCycleLR at a good learning rate, and at one that is far too low. Two replicas, 500
+AutoLR with nothing set; then OneCycleLR at a good learning rate, and at one that is far too low. Two replicas, 300
 steps each.
 """
 
@@ -31,9 +31,9 @@ class DemoOptions:
 
     replicas: int = 2
     """Processes, each a replica."""
-    steps: int = 500
+    steps: int = 300
     """Optimizer steps of each run."""
-    lr: float = 1e-2
+    lr: float = 3e-3
     """A good learning rate, for OneCycleLR."""
     bad_lr: float = 1e-4
     """A bad one."""
