@@ -116,9 +116,8 @@ class AutoLR:
         dtau = min(math.log(step / max(step - num, 1)), 0.7)  # moves go by the logarithm of the time
         # Optimism, earned by progress: the decay will remove noise, so z up to z0 or, later, a small cost is no brake.
         z0, late = 2.5 - 1.5 * done, clip((done - 0.2) / 0.3) * clip((0.3 - cost) / 0.2)
-        # Adam may remember large first gradients for long: doublings of an update to 0.8%, once the loss has fallen.
-        tiny = max(update * self.caution ** clip(-20 * most), 1e-300)  # caution ends where more is surely better
-        small = math.log2(0.008 / tiny) if fall > 10 * fall_error else 0.0
+        # Adam may remember large first gradients: doublings of an update to 0.8%, uncautious if more is surely better.
+        small = math.log2(0.008 / max(update * self.caution ** clip(-20 * most), 1e-300)) * (fall > 10 * fall_error)
         rise = max(clip((z0 - z) / z0), late, clip(small - 1)) * clip((progress - 3) / 7) * min(max(small, 2), 6) * dtau
         supported = z < -2 and e < 0
         if supported and (z < -4 or progress >= 3):
