@@ -2,7 +2,7 @@
 
 ``python lab/benchmarks/structure.py`` counts, on one process and with ``sys.setprofile``, calls of functions of
 ``src/hdet``, the files they are in, and moves: calls from one of these files into another. ``--edges`` lists the moves.
-Also the lines of the core and of the wing, and the settings of AutoLR.
+Also the lines of the core and of the wing, with and without docstrings and comments, and the settings of AutoLR.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 import hdet
 from hdet import Adapt, AutoLR, Copies, Faults
+from hdet_lab.runs.code_hash import without_prose
 
 ROOT = Path(hdet.__file__).parent
 INTERVAL = 10
@@ -124,9 +125,10 @@ def main() -> None:
     public = [field for group in (Adapt, Copies, Faults) for field in fields(group) if field.name[0] != "_"]
     leaves = own - 4 + len(public)
     print(f"{'settings':16}: {own} parameters of AutoLR; {leaves} settings beside the optimizer")
-    lines = {path: len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
-    wing = sum(number for path, number in lines.items() if "ensemble" in path.parts)
-    print(f"{'lines':16}: {sum(lines.values()) - wing} in the core, {wing} in hdet.ensemble")
+    for name, read in (("lines", str), ("lines of code", without_prose)):
+        lines = {path: len(read(path.read_text()).splitlines()) for path in ROOT.rglob("*.py")}
+        wing = sum(number for path, number in lines.items() if "ensemble" in path.parts)
+        print(f"{name:16}: {sum(lines.values()) - wing} in the core, {wing} in hdet.ensemble")
 
 
 if __name__ == "__main__":
