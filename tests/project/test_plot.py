@@ -91,11 +91,11 @@ def test_the_axis_of_the_loss(losses: list[float], scale: str, limits: tuple[flo
 
 
 def test_plot_draws_into_axes_of_the_users(auto: Any) -> None:
-    figure = Figure()
+    figure, opened = Figure(), plt.get_fignums()
     left, right = figure.subplots(1, 2)
     assert auto.plot(ax=right) is right
     assert auto.plot(left) is left
-    assert plt.get_fignums() == []
+    assert plt.get_fignums() == opened
     labels = [text.get_text() for text in right.get_legend().get_texts()]
     assert labels == ["learning rate", "the schedule alone", "loss"]
 
