@@ -1,6 +1,6 @@
 """Where AutoLR has a hard time: optimizers, batches and lengths of run on digits, against OneCycleLR at its best peak.
 
-    python lab/benchmarks/hard_cases.py --json hard_cases.json          # five seeds, some five minutes on two cores
+    python lab/benchmarks/hard_cases.py --json hard_cases.json          # five seeds, some six minutes on two cores
 
 An MLP of torch's first weights on scikit-learn's digits in [0, 1]; the training loss on all rows, at the end. The peak
 of OneCycleLR, momentum not cycled, is the best of seven by half-decades, in the geometric mean over the seeds.
@@ -15,7 +15,6 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -111,7 +110,7 @@ def train(job: tuple[str, float | None, int, Path]) -> float:
     auto = None
     if peak is None:
         auto = AutoLR(plain or optimizer, total_steps=None if case.cooldown or plain else case.steps)
-    for step in count(1):
+    for step in range(1, case.steps + 1):
         rows = torch.randint(len(x), (case.rows,))
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
@@ -124,8 +123,6 @@ def train(job: tuple[str, float | None, int, Path]) -> float:
             plain.step()
         if auto is not None and case.cooldown and step == int(0.7 * case.steps):
             auto.cooldown(case.steps - step)
-        if step == case.steps:
-            break
     with torch.no_grad():
         return float(nn.functional.cross_entropy(model(x), y))
 

@@ -161,8 +161,8 @@ class LevelController:
             of the time in which it may move; their mean in a run of unknown length.
         max_update: the size of an update, relative to the weights, at which rises end: in the first tenth of the time
             in which the learning rate may move, and after seven tenths of it; None for no bound. Updates of models
-            above 2M parameters count as larger, by as much as Eq. 16 wants them smaller. For the bound that ends as two
-            standard errors above b over the gain go from 0.1 to 0.05, and for h as they go from 0 to -0.05.
+            above 2M parameters count as larger, by as much as Eq. 16 wants them smaller. For the bound
+            that ends as b over the gain, plus two standard errors, goes from 0.1 to 0.05; for h, from 0 to -0.05.
     """
 
     def __init__(
