@@ -31,8 +31,8 @@ class AutoLR:
         self.ratios = [group["lr"] / optimizer.param_groups[0]["lr"] for group in optimizer.param_groups]
         self.interval, self.warm_steps = min(max(total_steps // 100, 4), 50), min(max(int(0.06 * total_steps), 1), 500)
         self.hold_from = 0.7 * total_steps  # the decay begins, and the scale holds still
-        self.delta = 0.02 * min(math.sqrt(max(200 / total_steps, 1.0)), 2.0)  # in a short run a step has to do more
-        self.caution = min(max(math.sqrt(2e6 / len(self.theta())), 1 / 3), 1.0)  # and in a large model less
+        self.caution = min(max(math.sqrt(2e6 / len(self.theta())), 1 / 3), 1.0)  # a step of a large model does less
+        self.share = self.caution * min(math.sqrt(max(200 / total_steps, 1.0)), 2.0)  # and one of a short run more
         self.level, self.largest = 1e-12, 0.0  # the first step shows the gradient, and moves next to nothing
         self.searching, self.scale, self.fallen = True, 1.0, 0.0  # while searching for the level, a step is a round
         self.losses, self.samples, self.first_losses = list[float](), list[float](), list[float]()  # of steps
@@ -80,7 +80,7 @@ class AutoLR:
             if self.guard.num_in_vain:  # the data have changed: the rate was not the cause, and the path begins here
                 self.scale, self.fallen = 2.0**self.guard.num_in_vain * self.scale, 2.0
             elif step <= self.hold_from:
-                self.adapt(loss, float(update.norm() / self.before.norm()) / self.caution, in_warmup=step < warm_until)
+                self.adapt(loss, float(update.norm() / self.before.norm()) / self.share, in_warmup=step < warm_until)
             if self.fallen >= 2:
                 self.anchor, self.rounds, self.num_forgotten, self.fallen = self.theta(), [], 0, 0.0
             if not self.guard.num_lost:  # a round in doubt is never returned to
@@ -100,7 +100,7 @@ class AutoLR:
             # out; Lion's all are signs; those of momentum grow. So the last one counts twice beside the largest.
             last = float(update.norm()) / self.optimizer.param_groups[0]["lr"]
             self.largest = max(self.largest, last)
-            self.level = self.caution * self.delta * size / (self.largest + 2 * last)
+            self.level = 0.02 * self.share * size / (self.largest + 2 * last)
         elif not self.largest:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
             aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
             safe = max(1e4 * self.level, aims[0])  # what could not be measured was below a millionth of the weights

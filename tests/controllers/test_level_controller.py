@@ -57,7 +57,7 @@ class SlowKnob:
         error_of_b = math.sqrt(self.smoothed(1) / 3)
         z = b / error_of_b if error_of_b > 0 else math.copysign(1e6, b) if b else 0.0
         e = self._elasticity(b, losses, evidence)
-        q, cost, late, z_late, jump, enough = self._look_back()
+        q, cost, most, late, z_late, jump, enough = self._look_back()
         first, last = self.controller.optimism
         z0 = (first + last) / 2 if evidence.progress is None else first + (last - first) * min(evidence.progress, 1)
         pace, doubted = self.controller.pace, clip((z0 - z) / z0)
@@ -77,6 +77,8 @@ class SlowKnob:
         if evidence.update is not None and self.controller.max_update is not None and e >= -0.8:
             bounds = np.log(self.controller.max_update)
             widest = math.exp(np.interp(done, [0.1, 0.7], bounds))
+            if evidence.given and scale < 1:  # below what somebody has chosen
+                widest *= 4 ** clip(-most / 0.3)
             rise *= clip((1 - evidence.update / widest) / 0.3)
         rise *= 1 - clip((cost - 0.3) / 0.3)
         moves = [0.0 if evidence.in_warmup or jump > 2 else min(rise, 0.3)]
@@ -109,14 +111,14 @@ class SlowKnob:
             return max(slope / max(fall - 2 * noise, -slope), -0.98)
         return min(slope / max(fall, noise), 10.0)
 
-    def _look_back(self) -> tuple[float, float, float, float, float, bool]:
+    def _look_back(self) -> tuple[float, float, float, float, float, float, bool]:
         stride = 1
         while len(self.trail) // stride >= NUM_ROWS:
             stride *= 2
         blocks = [self.trail[k * stride : (k + 1) * stride] for k in range(len(self.trail) // stride)]
         num = len(blocks)
         if num < 8:
-            return 0.0, 0.0, 0.0, 0.0, 0.0, False
+            return 0.0, 0.0, math.inf, 0.0, 0.0, 0.0, False
         slopes, losses = ([mean([row[column] for row in block]) for block in blocks] for column in (0, 1))
         turns = sorted(abs(losses[i] - 2 * losses[i + 1] + losses[i + 2]) for i in range(num // 2, num - 2))
         room = (3 + 12 / len(turns)) * median(turns)
@@ -133,7 +135,8 @@ class SlowKnob:
         b = mean(last)
         error = math.sqrt(mean([(y - x) ** 2 for x, y in pairwise(last)]) / 2 / len(last))
         cost = (b if b < 0 else max(b - 2 * error, 0.0)) / gain
-        return drop / noise, cost, b, b / error, (losses[-1] - losses[-2]) / (math.sqrt(2) * deviation), True
+        most, jump = (b + 2 * error) / gain, (losses[-1] - losses[-2]) / (math.sqrt(2) * deviation)
+        return drop / noise, cost, most, b, b / error, jump, True
 
 
 def compare(
@@ -154,7 +157,7 @@ def compare(
         evidence = Evidence(
             losses, np.ones((num_knobs, 2)), (slopes, errors), in_warmup=index < 3, elapsed=min(1 / (index + 1), 0.7),
             start=(2.0, noise) if known else None, update=0.02 * 10 ** -rng.uniform(0, 3) if known else None, level=1.3,
-            progress=index / 60 if known else None, scales=scales,
+            progress=index / 60 if known else None, scales=scales, given=rng.random() < 0.5,
         )  # fmt: skip
         state, decision = controller.update(state, evidence)
         rows = zip(slow, slopes.tolist(), errors.tolist(), scales.tolist(), strict=True)
@@ -256,25 +259,29 @@ class Run:
         scales: after each round, relative to the first level.
         progress: q, as it was seen in each round.
         update: the last one, relative to the weights.
+
+    Args:
+        given: the peak of a schedule of the user's own, beside the first level.
     """
 
     def __init__(
         self, loss: Callable[[int], float], slope: Callable[[int], float] = lambda step: 0.0, num_rounds: int = 100, *,
         error: float = 0.05, noise: float = 0.05, seed: int = 0, unit: float = 10.0, shrink: float = 1.0,
-        num: float = 100.0, **controller: Any,
+        num: float = 100.0, given: float | None = None, **controller: Any,
     ) -> None:  # fmt: skip
         rng, total = np.random.default_rng(seed), T * num_rounds
         steering = Steering(
             num_knobs=1, num_replicas=1, spread=0.0, controller=LevelController(**controller), scale_bounds=(1e-9, 1e9)
         )
-        policy = RoundPolicy(steering, interval=T, acting=(0, total), level=(level := Level(total)))
+        level = Level(total) if given is None else Level(total, peak=given * 0.2 / 3 / unit, hint=True)
+        policy = RoundPolicy(steering, interval=T, acting=(0, total), level=level)
         scales, self.progress = [], []
         for step in range(1, total + 1):
             if not level.done:
                 policy.follow(step - 1)
             if not policy.is_due(step):
                 continue
-            rate = float(steering.effective[0])
+            rate = float(steering.effective[0]) * level.peak
             seen = Seen(
                 step, np.array([loss(step) + noise * rng.normal() / math.sqrt(policy.num_steps(step))]),
                 np.ones(1, dtype=bool), rate=rate,
@@ -434,6 +441,22 @@ def test_rises_end_where_updates_are_as_large_as_they_may_be(max_update: tuple[f
     """The first level is that of updates of 2/3 percent, here."""
     run = Run(lambda step: 2 - 0.3 * math.log(step), num_rounds=200, noise=0.01, max_update=max_update)
     assert run.scales.max() <= max(max(max_update) / (0.02 / 3), 1.0) * 1.001
+
+
+@pytest.mark.parametrize(("slope", "is_sure"), [(-0.2, True), (0.0, False)])
+def test_below_a_schedule_that_was_given_updates_may_be_larger_where_more_is_surely_better(
+    slope: float, is_sure: bool
+) -> None:
+    """The gain is 0.3; the schedules are 100 and 9 times the first level."""
+
+    def run(given: float | None) -> Run:
+        return Run(lambda step: 2 - 0.3 * math.log(step), lambda step: slope, 200, noise=0.01, error=0.02, given=given)
+
+    usual, far, near = run(None), run(100.0), run(9.0)
+    assert usual.update <= 0.02
+    assert far.update <= (0.08 if is_sure else 0.022)  # four times the bound at the end
+    assert (far.update > 2 * usual.update) == is_sure
+    assert near.end <= 9 * math.exp(0.3)  # up to the schedule: one round may lead above it
 
 
 def test_a_slope_against_it_lowers_it() -> None:

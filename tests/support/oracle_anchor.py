@@ -121,6 +121,11 @@ def caution_of(num_entries: int) -> float:
     return min(max(math.sqrt(2e6 / num_entries), 1 / 3), 1.0)
 
 
+def share_of(s: AnchorScenario, num_entries: int) -> float:
+    """And those of a short run, beside those of a long one."""
+    return caution_of(num_entries) * min(math.sqrt(max(200 / s.total_steps, 1.0)), 2.0)
+
+
 def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Found:
     """Where the run stands, from all updates so far; those after the warm-up do not count."""
     peak = 1.0 if s.constant else max(s.eta(s.max_lr[0], step) for step in range(s.total_steps))
@@ -141,9 +146,8 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     if not ratios:
         return Found(scale)
     done = updates[-1].step >= max(warm, 4)
-    delta = 0.02 * min(math.sqrt(max(200 / s.total_steps, 1.0)), 2.0)
     caution = caution_of(num_entries)
-    lr = caution * delta * weights / (max(ratios) + 2 * ratios[-1])
+    lr = 0.02 * share_of(s, num_entries) * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
     if not s.constant and 1 / 8 <= lr / caution / peak <= 8:
         return Found(1.0, True, done, lr < peak and not warms_up_itself, below=min(lr / peak, 1.0))
@@ -162,12 +166,13 @@ class Shown(NamedTuple):
 
     loss: float
     start: tuple[float, float] | None  # the loss before training, and the standard error of the fall since
-    update: float | None  # relative to the weights, of a large model over its caution
+    update: float | None  # relative to the weights, as of a small model in a long run
     caution: float
     in_warmup: bool
     elapsed: float
     progress: float
     relative_scale: float  # to the level
+    scale: float  # to the schedule
 
 
 class Evidence:
@@ -280,6 +285,8 @@ class Evidence:
         if s.max_update is not None and shown.update is not None and e >= -0.8:
             early, late = s.max_update
             widest = early * (late / early) ** between(shown.progress, 0.1, 0.7)
+            if not s.constant and shown.scale < 1:  # somebody has chosen a higher rate
+                widest *= 4 ** between(-most, 0.0, 0.3)
             update = shown.update * shown.caution ** between(-most, -0.1, -0.05)
             moves[0] *= between(widest - update, 0, 0.3 * widest)
         moves[0] = min(moves[0] * between(-cost, -0.6, -0.3), 0.3)
@@ -400,12 +407,13 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                     shown = Shown(
                         loss=float(np.mean(losses)),
                         start=start,
-                        update=change / weights / caution_of(num_entries) if scenario.level and due else None,
+                        update=change / weights / share_of(scenario, num_entries) if scenario.level and due else None,
                         caution=caution_of(num_entries),
                         in_warmup=told.in_warmup,
                         elapsed=min(math.log(num_done / max(begun, 1)), 0.7),
                         progress=num_done / hold,
                         relative_scale=float(moved[k]),
+                        scale=float(level.scale * moved[k]),
                     )
                     slope, error = fitted_line(rho[k], losses) if spreads else mean_and_error([s[k] for s in samples])
                     slope, error, z = evidence[k].add(slope, error, shown.loss)

@@ -22,9 +22,11 @@ class Evidence(NamedTuple):
         elapsed: by how much the logarithm of the time since the start has grown in this round.
         start: mean loss before training, and the standard error of its difference from the losses of a round; None
             where no losses are known.
-        update: size of an update, relative to that of the weights and over ``caution``; None where it was not measured.
+        update: size of an update, relative to that of the weights, over ``caution`` and over what a step of a short
+            run has to do more (Eq. 16); None where it was not measured.
         caution: what a step of a large model has to do beside one of a small model (Eq. 16).
         level: what the scales started from.
+        given: whether scales of 1 are a schedule that somebody has chosen.
         progress: share of the time in which base values may move that has passed; None where its length is unknown.
         whole: slope over the logarithm of all knobs at once, and its standard error, where that was measured.
         scales: where each knob's learned scale stands, shape (K,).
@@ -43,6 +45,7 @@ class Evidence(NamedTuple):
     update: float | None = None
     caution: float = 1.0
     level: float = 1.0
+    given: bool = False
     progress: float | None = None
     whole: tuple[float, float] | None = None
     scales: FloatArray | None = None

@@ -47,6 +47,9 @@ steps stays."""
 SURELY_CHEAP, SUPPORTED = (0.1, 0.05), (0.0, -0.05)
 """Of what cost over gain is at most: below, updates of a large model may grow to those of a small one; and count as
 small beside those."""
+ROOM, MORE = 4.0, (0.0, -0.3)
+"""How many times as wide the bound on updates is below a schedule that somebody has chosen; and of what cost over gain
+is at most: between the two this comes to count."""
 WIDENING = (0.1, 0.7)
 """Shares of the time in which the knob may move: between them the bound on updates goes from its first value to its
 last one."""
@@ -161,8 +164,9 @@ class LevelController:
             of the time in which it may move; their mean in a run of unknown length.
         max_update: the size of an update, relative to the weights, at which rises end: in the first tenth of the time
             in which the learning rate may move, and after seven tenths of it; None for no bound. Updates of models
-            above 2M parameters count as larger, by as much as Eq. 16 wants them smaller. For the bound
-            that ends as b over the gain, plus two standard errors, goes from 0.1 to 0.05; for h, from 0 to -0.05.
+            above 2M parameters count as larger, by as much as Eq. 16 wants them smaller, those of runs below 200 steps
+            as smaller. For large models this ends as b over the gain, plus two standard errors, goes from 0.1 to 0.05,
+            for h from 0 to -0.05. Below a schedule that was given, the bound widens to 4 times as that goes to -0.3.
     """
 
     def __init__(
@@ -242,6 +246,8 @@ class LevelController:
         if self.max_update is not None and e >= LINEAR and evidence.update is not None:
             first, last = self.max_update
             largest = first * (last / first) ** _share(done, WIDENING)
+            if evidence.given and evidence.scales is not None and evidence.scales[knob] < 1:
+                largest *= ROOM ** _share(trail.most, MORE)
             update = evidence.update * evidence.caution ** _share(trail.most, SURELY_CHEAP)
             rise *= _clip((largest - update) / (0.3 * largest))
         rise *= 1 - _share(trail.cost, BRAKE)

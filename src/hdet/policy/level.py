@@ -122,6 +122,10 @@ class Level:
         self.found = self.gave_up = self.done = False
         self._probed = 0.0
 
+    def relative(self, sizes: Sizes) -> float:
+        """An update beside the weights, as of a small model in a long run."""
+        return sizes.relative / (self.size / SHARE)
+
     @property
     def follows_hint(self) -> bool:
         """Whether the schedule's own peak is the level."""

@@ -270,8 +270,9 @@ class RoundPolicy:
                 in_warmup=self._in_warmup(seen) or confirmed.is_low,
                 elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
-                update=None if seen.sizes is None else seen.sizes.relative / share,
+                update=self._update(seen, share),
                 caution=1.0 if seen.sizes is None else seen.sizes.caution,
+                given=self.level is not None and self.level.hint,
                 values=seen.rates,
                 last=seen.last,
             )
@@ -339,6 +340,12 @@ class RoundPolicy:
         self.searching = level.is_searching(seen.step)
         steering.warmup = level.share(seen.step - 1)  # of the step that was taken
         return (said,) if said else ()
+
+    def _update(self, seen: Seen, share: float) -> float | None:
+        """Of the round's last step, beside the weights and as of a small model in a long run."""
+        if seen.sizes is None:
+            return None
+        return (seen.sizes.relative if self.level is None else self.level.relative(seen.sizes)) / share
 
     def _in_warmup(self, seen: Seen) -> bool:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
