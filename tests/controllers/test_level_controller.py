@@ -68,6 +68,8 @@ class SlowKnob:
             times = self.controller.max_update[0] / max(evidence.update, 1e-300)
             pace *= 1 if times < 4 else 3 if times > 64 else math.log(times, 4)
             doubted = max(doubted, clip(math.log2(times) - 1))
+        if evidence.given:  # nothing is left at three times what somebody has chosen
+            pace *= 1 - clip(math.log(scale, 3))
         rise = pace * evidence.elapsed * doubted * clip((q - 3) / 7)
         asks = z < -2 and e < 0
         if asks and (z < -4 or q >= 3):
@@ -299,6 +301,11 @@ class Run:
         return float(self.scales[-1])
 
 
+def steady(step: int) -> float:
+    """A loss whose gain is 0.3."""
+    return 2 - 0.3 * math.log(step)
+
+
 @pytest.mark.slow
 def test_noise_alone_never_raises_it() -> None:
     """It comes to rest at the least that a standstill leaves; lower where chance looks like a loss that rises."""
@@ -322,9 +329,6 @@ def test_noise_does_not_raise_it_where_updates_are_small_either(num_rounds: int,
 def test_it_rises_faster_where_updates_have_become_small() -> None:
     """As with Adam, whose second moments remember large first gradients; the bound on updates is as before."""
 
-    def steady(step: int) -> float:
-        return 2 - 0.3 * math.log(step)
-
     usual, small, smaller = (Run(steady, num_rounds=200, noise=0.01, shrink=shrink) for shrink in (0.5, 0.1, 0.01))
     against = Run(steady, lambda step: 0.05, num_rounds=200, noise=0.01, error=0.01, shrink=0.1)
     assert usual.end < small.end < smaller.end
@@ -335,9 +339,6 @@ def test_it_rises_faster_where_updates_have_become_small() -> None:
 
 def test_a_sure_slope_against_it_holds_it_back_early_or_where_it_is_dear() -> None:
     """The gain is 0.3: a slope of 0.02 costs little of it, of 0.12 more; z is 4 and 24."""
-
-    def steady(step: int) -> float:
-        return 2 - 0.3 * math.log(step)
 
     def run(slope: float) -> Run:
         return Run(steady, lambda step: slope, num_rounds=200, noise=0.01, error=0.005, max_update=None)
@@ -352,9 +353,6 @@ def test_a_sure_slope_against_it_holds_it_back_early_or_where_it_is_dear() -> No
 def test_updates_of_large_models_are_bounded_by_a_third_unless_they_surely_cost_little() -> None:
     """The gain is 0.3, the slope's error 0.006 after 300 rounds."""
 
-    def steady(step: int) -> float:
-        return 2 - 0.3 * math.log(step)
-
     def run(num: float, slope: float) -> Run:
         return Run(steady, lambda step: slope, num_rounds=300, noise=0.01, num=num, unit=1e3)
 
@@ -365,9 +363,6 @@ def test_updates_of_large_models_are_bounded_by_a_third_unless_they_surely_cost_
 
 
 def test_a_large_model_rises_faster_where_more_is_surely_better() -> None:
-    def steady(step: int) -> float:
-        return 2 - 0.3 * math.log(step)
-
     def run(slope: float, num: float = 2e7) -> Run:
         return Run(steady, lambda step: slope, num_rounds=200, noise=0.01, error=0.005, num=num, shrink=0.2)
 
@@ -426,9 +421,6 @@ def test_a_loss_that_falls_along_a_line_raises_it_by_orders_of_magnitude() -> No
 
 
 def test_steady_progress_raises_it_by_at_most_its_pace() -> None:
-    def steady(step: int) -> float:
-        return 2 - 0.3 * math.log(step)
-
     for pace in (0.5, 2.0):
         run = Run(steady, num_rounds=200, noise=0.01, pace=pace, max_update=None)
         log_time = math.log(2000 / 120)  # since the warm-up
@@ -439,8 +431,19 @@ def test_steady_progress_raises_it_by_at_most_its_pace() -> None:
 @pytest.mark.parametrize("max_update", [(0.001, 0.001), (0.008, 0.02), (0.02, 0.01), (0.05, 0.05)])
 def test_rises_end_where_updates_are_as_large_as_they_may_be(max_update: tuple[float, float]) -> None:
     """The first level is that of updates of 2/3 percent, here."""
-    run = Run(lambda step: 2 - 0.3 * math.log(step), num_rounds=200, noise=0.01, max_update=max_update)
+    run = Run(steady, num_rounds=200, noise=0.01, max_update=max_update)
     assert run.scales.max() <= max(max(max_update) / (0.02 / 3), 1.0) * 1.001
+
+
+def test_above_a_schedule_that_was_given_only_the_slope_raises_it_far() -> None:
+    def run(slope: float, given: float | None) -> Run:
+        return Run(steady, lambda step: slope, 200, noise=0.01, error=0.02, given=given, max_update=None)
+
+    free, near, below = run(0.0, None), run(0.0, 1.0), run(0.0, 1 / 20)
+    assert free.end > 20
+    assert 1.5 < near.end < 3.0
+    assert below.end == pytest.approx(free.end)  # far below the level nobody can have chosen it well
+    assert run(-1.0, 1.0).end > 2 * near.end
 
 
 @pytest.mark.parametrize(("slope", "is_sure"), [(-0.2, True), (0.0, False)])
@@ -450,7 +453,7 @@ def test_below_a_schedule_that_was_given_updates_may_be_larger_where_more_is_sur
     """The gain is 0.3; the schedules are 100 and 9 times the first level."""
 
     def run(given: float | None) -> Run:
-        return Run(lambda step: 2 - 0.3 * math.log(step), lambda step: slope, 200, noise=0.01, error=0.02, given=given)
+        return Run(steady, lambda step: slope, 200, noise=0.01, error=0.02, given=given)
 
     usual, far, near = run(None), run(100.0), run(9.0)
     assert usual.update <= 0.02
@@ -460,11 +463,8 @@ def test_below_a_schedule_that_was_given_updates_may_be_larger_where_more_is_sur
 
 
 def test_a_slope_against_it_lowers_it() -> None:
-    steady, against = (
-        Run(lambda step: 2 - 0.3 * math.log(step), lambda step, b=b: b, 200, noise=0.01)  # type: ignore[misc]
-        for b in (0.0, 2.0)
-    )
-    assert against.end < 0.1 < 1 < steady.end
+    unopposed, against = (Run(steady, lambda step, b=b: b, 200, noise=0.01) for b in (0.0, 2.0))  # type: ignore[misc]
+    assert against.end < 0.1 < 1 < unopposed.end
 
 
 @pytest.mark.parametrize("noise", [0.0, 20.0])
@@ -499,7 +499,7 @@ def test_without_losses_nothing_is_earned(slope: float) -> None:
 
 
 def test_without_slopes_nothing_moves() -> None:
-    run = Run(lambda step: 2 - 0.3 * math.log(step), lambda step: math.nan)
+    run = Run(steady, lambda step: math.nan)
     assert (run.scales == 1.0).all()
 
 

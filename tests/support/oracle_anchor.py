@@ -173,6 +173,7 @@ class Shown(NamedTuple):
     progress: float
     relative_scale: float  # to the level
     scale: float  # to the schedule
+    given: bool  # whether that was chosen by somebody, and is not far below the level
 
 
 class Evidence:
@@ -276,6 +277,8 @@ class Evidence:
             update = shown.update * shown.caution ** between(-most, 0.0, 0.05)
             doublings = math.log(s.max_update[0] / max(update, 1e-300)) / math.log(2)
             pace, unopposed = pace * float(np.clip(doublings / 2, 1, 3)), max(unopposed, between(doublings, 1, 2))
+        if shown.given:  # a schedule that somebody has chosen
+            pace *= between(-math.log(shown.scale), -math.log(3), 0)
         moves = [pace * shown.elapsed * unopposed * between(q, 3, 10)]
         asked_for = z < -2 and e < 0
         if asked_for and (z < -4 or q >= 3):
@@ -285,7 +288,7 @@ class Evidence:
         if s.max_update is not None and shown.update is not None and e >= -0.8:
             early, late = s.max_update
             widest = early * (late / early) ** between(shown.progress, 0.1, 0.7)
-            if not s.constant and shown.scale < 1:  # somebody has chosen a higher rate
+            if shown.given and shown.scale < 1:  # somebody has chosen a higher rate
                 widest *= 4 ** between(-most, 0.0, 0.3)
             update = shown.update * shown.caution ** between(-most, -0.1, -0.05)
             moves[0] *= between(widest - update, 0, 0.3 * widest)
@@ -414,6 +417,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                         progress=num_done / hold,
                         relative_scale=float(moved[k]),
                         scale=float(level.scale * moved[k]),
+                        given=scenario.level and not scenario.constant and (level.followed or level.scale < 1),
                     )
                     slope, error = fitted_line(rho[k], losses) if spreads else mean_and_error([s[k] for s in samples])
                     slope, error, z = evidence[k].add(slope, error, shown.loss)

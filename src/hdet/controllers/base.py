@@ -26,7 +26,7 @@ class Evidence(NamedTuple):
             run has to do more (Eq. 16); None where it was not measured.
         caution: what a step of a large model has to do beside one of a small model (Eq. 16).
         level: what the scales started from.
-        given: whether scales of 1 are a schedule that somebody has chosen.
+        given: whether scales of 1 are a schedule that somebody has chosen, and that is not far below the first level.
         progress: share of the time in which base values may move that has passed; None where its length is unknown.
         whole: slope over the logarithm of all knobs at once, and its standard error, where that was measured.
         scales: where each knob's learned scale stands, shape (K,).

@@ -132,6 +132,11 @@ class Level:
         usual = self.lr / self.caution  # caution is for a rate that nobody has chosen
         return self.hint and (self.gave_up or 1 / TRUST <= usual / self.peak <= TRUST)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether a scale of 1 is a schedule that somebody has chosen, and that is not far below the level."""
+        return self.hint and (self.follows_hint or self.lr < self.peak)
+
     def is_searching(self, step: int) -> bool:
         """Whether the step after ``step`` is a round of its own."""
         return not (self.found or self.gave_up) or step < NUM_FIRST

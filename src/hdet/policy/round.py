@@ -272,7 +272,7 @@ class RoundPolicy:
                 start=self._start(num_steps),
                 update=self._update(seen, share),
                 caution=1.0 if seen.sizes is None else seen.sizes.caution,
-                given=self.level is not None and self.level.hint,
+                given=self.level is not None and self.level.is_given,
                 values=seen.rates,
                 last=seen.last,
             )
