@@ -309,15 +309,3 @@ def test_a_broken_state_is_refused(change: dict[str, object], text: str) -> None
         Level.from_state({name: value for name, value in Level().state_dict().items() if name != "largest"})
     with pytest.raises(ValueError, match="level must be a dict, but got"):
         Level.from_state([])
-
-
-@pytest.mark.parametrize(("total_steps", "share"), [(None, 1.0), (200, 1.0), (100, math.sqrt(2)), (50, 2.0), (10, 2.0)])
-def test_updates_of_a_short_run_count_as_smaller(total_steps: int | None, share: float) -> None:
-    """As the level is higher there by the same share: to the bound on updates it is as far as in a long run."""
-    level, usual = Level(total_steps), Level(1000)
-    sizes = Sizes(10.0, 0.3, 7.0, 100.0)
-    assert level.relative(sizes) == pytest.approx(0.03 / share)
-    for each in (level, usual):
-        list(trained(each, KINDS["Adam"], 60))
-    at_levels = [each.relative(Sizes(10.0, 30.0 * each.lr, 7.0, 100.0)) for each in (level, usual)]
-    assert at_levels[0] == pytest.approx(at_levels[1])

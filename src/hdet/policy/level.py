@@ -122,20 +122,11 @@ class Level:
         self.found = self.gave_up = self.done = False
         self._probed = 0.0
 
-    def relative(self, sizes: Sizes) -> float:
-        """An update beside the weights, as of a small model in a long run."""
-        return sizes.relative / (self.size / SHARE)
-
     @property
     def follows_hint(self) -> bool:
         """Whether the schedule's own peak is the level."""
         usual = self.lr / self.caution  # caution is for a rate that nobody has chosen
         return self.hint and (self.gave_up or 1 / TRUST <= usual / self.peak <= TRUST)
-
-    @property
-    def is_given(self) -> bool:
-        """Whether a scale of 1 is a schedule that somebody has chosen, and that is not far below the level."""
-        return self.hint and (self.follows_hint or self.lr < self.peak)
 
     def is_searching(self, step: int) -> bool:
         """Whether the step after ``step`` is a round of its own."""

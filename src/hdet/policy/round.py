@@ -17,7 +17,7 @@ import numpy as np
 
 from hdet.checks import BoolArray, FloatArray, flag_of, mapping_of, number, numbers_of, shown, whole_of
 from hdet.policy.evaluations import BEST_SHARE, DECAY_SHARE, EARLY, Evaluations
-from hdet.policy.level import NUM_FIRST, Level, Sizes
+from hdet.policy.level import NUM_FIRST, SHARE, Level, Sizes
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
 from hdet.policy.steering import KnobEvidence, Steering
@@ -272,7 +272,7 @@ class RoundPolicy:
                 start=self._start(num_steps),
                 update=self._update(seen, share),
                 caution=1.0 if seen.sizes is None else seen.sizes.caution,
-                given=self.level is not None and self.level.is_given,
+                given=self._is_given(),
                 values=seen.rates,
                 last=seen.last,
             )
@@ -341,11 +341,17 @@ class RoundPolicy:
         steering.warmup = level.share(seen.step - 1)  # of the step that was taken
         return (said,) if said else ()
 
+    def _is_given(self) -> bool:
+        """Whether scales of 1 are a schedule that somebody has chosen, and that is not far below the level."""
+        level = self.level
+        return level is not None and level.hint and (level.follows_hint or level.lr < level.peak)
+
     def _update(self, seen: Seen, share: float) -> float | None:
         """Of the round's last step, beside the weights and as of a small model in a long run."""
         if seen.sizes is None:
             return None
-        return (seen.sizes.relative if self.level is None else self.level.relative(seen.sizes)) / share
+        more = 1.0 if self.level is None else self.level.size / SHARE
+        return seen.sizes.relative / share / more
 
     def _in_warmup(self, seen: Seen) -> bool:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
