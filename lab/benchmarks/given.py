@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -65,16 +65,17 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print("| task | schedule | alone | AutoLR given it | more | highest rate |\n|---|---|---|---|---|---|")
     with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
-        jobs = {name: pool.submit(partial(train, name, args)) for name in names}
+        jobs = {name: pool.submit(train, name, args) for name in names}
         for name, job in jobs.items():
             try:
                 row = job.result()
-            except Exception as error:  # a task whose data are not here; the others go on
+            except Exception as error:  # its data are not here, or it fails on this device; the others go on
                 print(f"| {name} | {type(error).__name__}: {str(error)[:80]} | | | | |", flush=True)
                 continue
             rows.append(row)
-            alone, given = (", ".join(f"{loss:.4g}" for loss in row[key]) for key in ("alone", "given"))
-            more = geometric_mean(excess(row["given"], row["alone"]))
+            losses = [math.inf if loss is None else loss for loss in row["given"]]
+            more = geometric_mean(excess(losses, row["alone"]))
+            alone, given = (", ".join(f"{loss:.4g}" for loss in column) for column in (row["alone"], losses))
             print(
                 f"| {name} | {row['schedule']} {row['lr']:g} | {alone} | {given} | {more:+.1%} | "
                 f"{max(row['rates']):.2g} |",
