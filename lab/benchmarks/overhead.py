@@ -205,7 +205,12 @@ class Training:
         self.tokens = torch.randint(50257, (args.batch, length + 1), device=device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
         schedule = OneCycleLR(self.optimizer, 1e-4, 10**6, cycle_momentum=False)
-        options = options and {"adapt": STEADY, **options, "model": self.model, "interval": args.interval}
+        options = options and {
+            "adapt": Adapt(level=args.level),
+            **options,
+            "model": self.model,
+            "interval": args.interval,
+        }
         self.auto = AutoLR(schedule, **options) if options else None
         self.schedule = schedule
         self.steps = self.steps_without_sync = 0
@@ -249,7 +254,7 @@ def measure_large(args: argparse.Namespace, device: str) -> list[dict[str, Any]]
     """Variants beside one plain run, round by round in turns."""
     variants: dict[str, dict[str, Any]] = {
         "everything on (default)": {"copies": Copies()},
-        "act=False": {"adapt": Adapt(level=False, act=False)},
+        "act=False": {"adapt": Adapt(level=args.level, act=False)},
         "without rollback": {"faults": Faults(max_rollbacks=0)},
         "anchor_share=1/256": {"copies": Copies(anchor_share=1 / 256)},
         "all on the device": {"copies": Copies(anchor_share=1, snapshot_device=device)},
@@ -398,6 +403,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the large model, default {default}")
     parser.add_argument("--large", action="store_true", help="the large model on the CPU, too: a rehearsal of --cuda")
     parser.add_argument("--processes", action="store_true", help="with --cuda: several processes too: syncs, converges")
+    parser.add_argument("--level", action="store_true", help="with the first level, and sizes of updates in each round")
     parser.add_argument("--checksum", action="store_true", help="of the large model, its checksum only")
     args = parser.parse_args()
     device = "cuda" if args.cuda else "cpu"

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hdet import Adapt, AutoLR
 from hdet.replicas.group import Replicas
 from hdet.signals.gradient import MAX_SAMPLES, GradientSignal, default_sample_every, mean_and_error
-from hdet.weights.anchor import Anchor
+from hdet.weights.anchor import Anchor, Columns
 from job import launch
 from tiers import slow
 
@@ -508,3 +508,44 @@ def test_tensors_of_a_large_model_are_added_up_together(monkeypatch: pytest.Monk
     assert reading.total_slope is not None
     assert reading.slopes[0] == pytest.approx(expected, rel=1e-5)
     assert reading.total_slope[0] == pytest.approx(sum(expected), rel=1e-5)
+
+
+def test_a_rank_without_a_row_of_a_large_tensor_adds_nothing() -> None:
+    """Its slope is zero, not missing: the sum over ranks has to be a number."""
+    parameter = nn.Parameter(torch.zeros(0, 4096))
+    parameter.grad = torch.zeros(0, 4096)
+    anchor = Anchor(stride=16)
+    anchor.columns, anchor.copies = [Columns(2, 4096, 16, row=2)], [torch.zeros(0, 256)]
+    signal = GradientSignal(anchor, [0], sample_every=1, num_ranks=4)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    signal.before_step(optimizer)
+    signal.share(Replicas(None), np.array([1.0]))
+    assert signal.samples.tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_other_kinds_of_a_large_model(dtype: torch.dtype) -> None:
+    """Products are added up in float32 at least, also where some gradients are sparse or of another kind."""
+    g = torch.Generator().manual_seed(1)
+    shapes = [(96, 64), (96, 64), (200, 32)]
+    parameters = [nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in shapes]
+    anchor = Anchor(stride=8)
+    anchor.renew(parameters)
+    starts = [p.detach().clone() for p in parameters]
+    shift(parameters)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=g).to(dtype)
+    dense = parameters[2].grad
+    assert dense is not None
+    parameters[2].grad = dense.to_sparse(1)
+    expected = sum(
+        columns.of((p.detach() - start).double() * grad.double()).sum().item() * columns.weight
+        for p, start, grad, columns in zip(
+            parameters, starts, [parameters[0].grad, parameters[1].grad, dense], anchor.columns, strict=True
+        )
+        if columns is not None and grad is not None
+    )
+    signal = GradientSignal(anchor, [0], sample_every=1, num_ranks=1)
+    signal.before_step(torch.optim.SGD(parameters, lr=0.1))
+    signal.share(Replicas(None), np.array([1.0]))
+    assert signal.samples[0, 0] == pytest.approx(expected, rel=1e-5)

@@ -78,6 +78,7 @@ class GradientSignal(Signal):
         """Samples without any gradient, as long as there was none at all; then -1."""
         self.samples: FloatArray = np.empty((0, self.num_columns))
         self._rows: list[Tensor] = []
+        """Samples that are still on the device, each a matrix of one row or more."""
 
     @property
     def num_columns(self) -> int:
@@ -90,19 +91,19 @@ class GradientSignal(Signal):
         if knob == self.num_knobs:
             self.num_knobs += 1
             self.samples = np.pad(self.samples, ((0, 0), (0, 1)), constant_values=math.nan)
-            self._rows = [torch.cat([row, row.new_full((1,), math.nan)]) for row in self._rows]
+            self._rows = [torch.cat([rows, rows.new_full((len(rows), 1), math.nan)], 1) for rows in self._rows]
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
         """Take a sample if one is due."""
         self.num_calls += 1
         skipped = (self.num_calls - 1) % self.sample_every
-        if skipped or len(self._rows) + len(self.samples) == MAX_SAMPLES:
+        if skipped or sum(map(len, self._rows)) + len(self.samples) == MAX_SAMPLES:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         if self.num_without >= 0:
             self._look_for_gradients(gradients)
-        self._rows.append(_unscaled(self._dots(optimizer, gradients), optimizer))
+        self._rows.append(_unscaled(self._dots(optimizer, gradients), optimizer)[None])
 
     def _look_for_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Say once where there are none: parameters may have been updated inside backward."""
@@ -130,27 +131,36 @@ class GradientSignal(Signal):
         shares = self._shares(optimizer)
         sums: dict[int, list[Tensor]] = {k: [] for k in range(self.num_knobs)}
         in_order: list[Tensor] = []
-        waiting: dict[tuple[int, torch.device], list[Term]] = {}
-        for index, displacement in self.anchor.displacements(parameters):
-            gradient, columns, knob = gradients[index], self.anchor.columns[index], knobs[index]
-            if gradient is None:
-                continue
-            plain = displacement.dtype is gradient.dtype is torch.float32 and not gradient.is_sparse
-            if self.anchor.stride > 1 and plain:  # of a large model: a few kernels for each tensor would show
-                terms = waiting.setdefault((knob, displacement.device), [])
-                terms.append(_term(displacement, gradient, columns, shares[index]))
-                if sum(term[0].numel() for term in terms) < MAX_WAITING:
-                    continue
-                found = dot_all(terms)
-                terms.clear()
-            else:
-                found = dot(displacement, gradient, columns, shares[index])
+        waiting: dict[Any, list[Term]] = {}
+        size: dict[Any, int] = {}
+        apart: list[int] = []
+
+        def add(knob: int, found: Tensor) -> None:
             in_order.append(found)
             sums[knob].append(found)
-        for (knob, _), terms in waiting.items():
-            if terms:
-                in_order.append(dot_all(terms))
-                sums[knob].append(in_order[-1])
+
+        for index, (p, gradient, knob) in enumerate(zip(parameters, gradients, knobs, strict=True)):
+            if gradient is None:
+                continue
+            if self.anchor.stride == 1 or gradient.is_sparse or p.dtype != gradient.dtype or p.is_complex():
+                apart.append(index)
+                continue
+            # Of a large model: some kernels for each tensor would show.
+            columns = self.anchor.columns[index]
+            factor = shares[index] * (1.0 if columns is None else columns.weight)
+            for term in self.anchor.terms(p, gradient, index):
+                key = knob, factor, term[0].device, term[0].dtype, term[0].shape[1:]
+                waiting.setdefault(key, []).append(term)
+                size[key] = size.get(key, 0) + term[0].numel()
+                if size[key] >= MAX_WAITING:
+                    add(knob, factor * dot_all(waiting.pop(key)))
+                    del size[key]
+        for (knob, factor, *_), terms in waiting.items():
+            add(knob, factor * dot_all(terms))
+        for index, displacement in self.anchor.displacements(parameters, apart):
+            gradient = gradients[index]
+            assert gradient is not None
+            add(knobs[index], dot(displacement, gradient, self.anchor.columns[index], shares[index]))
         device = next((s.device for found in sums.values() for s in found), torch.device("cpu"))
         sampled = [*sums.values()]
         if self.total_slope:  # in the order of the parameters, as one knob for all would have it
@@ -168,6 +178,10 @@ class GradientSignal(Signal):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return [share * sign for share, sign in zip(shares_of(parameters, self.num_ranks), signs, strict=True)]
 
+    def launch(self) -> None:
+        if self._rows:  # one transfer for all of them
+            self._rows = [torch.cat([rows.to(self._rows[0].device) for rows in self._rows])]
+
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
         """Bring the samples to the host, the same on every rank; a collective, and it waits for the device.
 
@@ -176,10 +190,11 @@ class GradientSignal(Signal):
         """
         table = torch.full((MAX_SAMPLES, self.num_columns), math.nan, dtype=torch.float64, device=replicas.device)
         if self._rows:
-            table[: len(self._rows)] = torch.stack([row.to(replicas.device) for row in self._rows]).double()
+            found = torch.cat([rows.to(replicas.device) for rows in self._rows])
+            table[: len(found)] = found.double()
         self._rows = []
-        found = replicas.sum_(table).cpu().numpy()
-        self.samples = np.concatenate([self.samples, found[np.isfinite(found).any(axis=1)]])
+        shared = replicas.sum_(table).cpu().numpy()
+        self.samples = np.concatenate([self.samples, shared[np.isfinite(shared).any(axis=1)]])
 
     def drain(self) -> Reading:
         """Mean and standard error of the round's samples."""
@@ -251,25 +266,15 @@ def dot(displacement: Tensor, gradient: Tensor, columns: Columns | None, factor:
     )
 
 
-Term = tuple[Tensor, Tensor, float]
-"""Of a dot product: displacement, gradient, and a factor."""
-
-
-def _term(displacement: Tensor, gradient: Tensor, columns: Columns | None, factor: float) -> Term:
-    gradient = local_tensor(gradient)
-    return (
-        (displacement, gradient, factor)
-        if columns is None
-        else (displacement, columns.of(gradient), factor * columns.weight)
-    )
+Term = tuple[Tensor, Tensor, Tensor]
+"""Of a dot product of a gradient with a displacement: parts of the weights, of the anchor, and of the gradient."""
 
 
 def dot_all(terms: Sequence[Term]) -> Tensor:
     """The sum of their dot products, by a few kernels for all of them."""
-    displacements, gradients, factors = zip(*terms, strict=True)
-    products = torch._foreach_mul(displacements, gradients)
-    torch._foreach_mul_(products, factors)
-    return torch.cat([product.reshape(-1) for product in products]).sum()
+    weights, anchors, gradients = (torch.cat(found) for found in zip(*terms, strict=True))
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    return weights.sub_(anchors).to(wide).mul_(gradients).sum()
 
 
 def _dot(displacement: Tensor, gradient: Tensor, columns: Columns | None) -> Tensor:

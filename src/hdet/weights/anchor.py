@@ -67,14 +67,17 @@ class Columns(NamedTuple):
         """What a sum over the kept entries has to be multiplied with to estimate that over all."""
         return self.width / self.shape[1]
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """What is kept of this rank's part of a tensor, found without an index: diagonals of blocks of s rows."""
+    def pieces(self, tensor: Tensor) -> list[Tensor]:
+        """What is kept of this rank's part of a tensor, found without an index: diagonals of blocks of s rows.
+
+        Each is a view (blocks, rows, columns), where the tensor is a matrix in memory.
+        """
         matrix = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, self.width)
         size, (down, right), s = len(matrix), matrix.stride(), self.stride
         shift = self.row % s
         head = min(size, -self.row % s)  # rows of a block that has begun on another rank
         blocks, tail = divmod(size - head, s)
-        pieces = [
+        return [
             matrix.as_strided(
                 (number, rows, self.shape[1]),
                 (s * down, down + right, s * right),
@@ -83,8 +86,11 @@ class Columns(NamedTuple):
             for number, rows, start, column in ((1, head, 0, shift), (blocks, s, head, 0), (1, tail, size - tail, 0))
             if number * rows
         ]
-        flat = [piece.reshape(-1, self.shape[1]) for piece in pieces]
-        return torch.cat(flat) if len(flat) > 1 else flat[0] if flat else matrix[:, : self.shape[1]]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same as one matrix."""
+        flat = [piece.reshape(-1, self.shape[1]) for piece in self.pieces(tensor)]
+        return torch.cat(flat) if len(flat) > 1 else flat[0] if flat else tensor.new_empty((0, self.shape[1]))
 
     def of_rows(self, values: Tensor, rows: Tensor) -> Tensor:
         """What is kept of the ``values`` of some of this rank's ``rows``."""
@@ -241,18 +247,36 @@ class Anchor:
                     p, placed = p.narrow(dim, 0, 1), placed.narrow(dim, 0, 1)
                 p.copy_(placed)
 
-    def displacements(self, parameters: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def displacements(
+        self, parameters: Sequence[Tensor], only: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield (index, theta - A) of each parameter: temporary tensors, a bounded number of bytes at a time.
 
-        Of each, what the anchor holds of it: see :attr:`columns`.
+        Of each, what the anchor holds of it: see :attr:`columns`. ``only``: of the parameters of these indices.
         """
-        found = self.kept(map(local_tensor, parameters), self.columns)
+        indices = range(len(parameters)) if only is None else only
+        found = self.kept([local_tensor(parameters[i]) for i in indices], [self.columns[i] for i in indices])
         for chunk in _chunks([p.numel() for p in found]):
-            here = [found[i] for i in chunk]
-            anchors = [
-                self.copies[i].to(device=found[i].device, dtype=found[i].dtype, non_blocking=True) for i in chunk
-            ]
-            yield from zip(chunk, torch._foreach_sub(here, anchors), strict=True)
+            here = [found[k] for k in chunk]
+            anchors = [self.beside(p, indices[k]) for p, k in zip(here, chunk, strict=True)]
+            yield from zip([indices[k] for k in chunk], torch._foreach_sub(here, anchors), strict=True)
+
+    def beside(self, tensor: Tensor, index: int) -> Tensor:
+        """The copy of this index, of a tensor's kind and on its device."""
+        return self.copies[index].to(device=tensor.device, dtype=tensor.dtype, non_blocking=True)
+
+    def terms(self, parameter: Tensor, gradient: Tensor, index: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of the dot product of a gradient with theta - A: views of the parameter, of A, and of the gradient."""
+        p, g, columns = local_tensor(parameter), local_tensor(gradient), self.columns[index]
+        a = self.beside(p, index)
+        if columns is None or not p.numel():  # a rank without a row of it has a term, too: zero
+            return [(p.reshape(-1), a.reshape(-1), g.reshape(-1))]
+        pieces = columns.pieces(p)
+        copies = a.split_with_sizes([piece.shape[0] * piece.shape[1] for piece in pieces])
+        return [
+            (piece, copy.view(piece.shape), other)
+            for piece, copy, other in zip(pieces, copies, columns.pieces(g), strict=True)
+        ]
 
     def saved(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The copies in the form to be saved; before there are any, those that a first step would make."""
