@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,13 @@ from job import launch
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Trainer makes its folder, also where it saves nothing."""
+    monkeypatch.chdir(tmp_path)
+
 
 Attach = Callable[..., Any]
 """Attaches with the given arguments, trains for four steps if asked to, and returns the scheduler."""
