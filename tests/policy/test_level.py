@@ -45,7 +45,7 @@ def trained(
     for step in range(first, num_steps + 1):
         scheduled = level.peak * schedule(step - 1)
         rate = scheduled * level.scale * level.share(step - 1)
-        sizes = Sizes(weights, rate * unit(step), gradient, 100.0)
+        sizes = Sizes(weights, rate * unit(step), gradient, 2e5)
         yield rate, level.update(step, sizes, rate, scheduled)
 
 
@@ -165,45 +165,55 @@ def test_the_search_takes_few_steps_that_move_little(unit: float, gradient: floa
 def test_before_an_update_was_seen_rates_follow_two_guesses_and_stay_near_them(weights: float) -> None:
     """The second step would move weights by 1e-4 if it were like a sign, the third if it were like the gradient."""
     rates = [rate for rate, _ in trained(Level(1000), lambda _: 0.0, MAX_TRIES, weights=weights, gradient=0.5)]
-    sign, gradient = PROBE_SIZE * weights / math.sqrt(100), PROBE_SIZE * weights / 0.5
+    sign, gradient = PROBE_SIZE * weights / math.sqrt(2e5), PROBE_SIZE * weights / 0.5
     assert rates[:4] == pytest.approx([PROBE_LR, sign, gradient, 100 * gradient])
     assert rates[4:] == pytest.approx([MAX_PROBE * gradient] * (MAX_TRIES - 4))
 
 
 @pytest.mark.parametrize(
-    ("num", "share"), [(1, 1.0), (2_000_000, 1.0), (8_000_000, 0.5), (18_000_000, 1 / 3), (10**12, 1 / 3)]
+    ("num", "share"),
+    [
+        (1, 3.0),
+        (2469, 3.0),
+        (12_500, 2.0),
+        (200_000, 1.0),
+        (2_000_000, 1.0),
+        (8_000_000, 0.5),
+        (18_000_000, 1 / 3),
+        (10**12, 1 / 3),
+    ],
 )
-def test_steps_of_large_models_begin_smaller(num: float, share: float) -> None:
-    """By the square root of their size beyond two million entries, down to a third.
+def test_steps_of_large_models_begin_smaller_and_those_of_tiny_ones_larger(num: float, share: float) -> None:
+    """By the square root of their size beyond two million entries, down to a third; by the fourth below 200,000.
 
-    Whether a schedule is followed goes by what a small model would begin with.
+    Whether a schedule is followed does not go by what a large model should begin with.
     """
     levels = [Level(1000), Level(1000, peak=1.0, hint=True)]
     for level in levels:
         for step in range(1, 100):
             rate = level.scale * level.share(step - 1)
             level.update(step, Sizes(10.0, 10 * rate, 3.0, num), rate, 1.0)
-        assert level.lr == pytest.approx(share * SHARE * max(10.0, 1e-3 * math.sqrt(num)) / 30)
-    usual = levels[1].lr / share
+        assert level.lr == pytest.approx(share * SHARE * max(10.0, 1e-3 * math.sqrt(num)) / 30, rel=1e-4)
+    usual = levels[1].lr / min(share, 1.0)
     for ratio, follows in ((7.9, True), (8.1, False), (1 / 7.9, True), (1 / 8.1, False)):
         levels[1].peak = ratio * usual
         assert levels[1].follows_hint is follows
 
 
-def test_a_state_of_an_earlier_version_has_no_caution() -> None:
+def test_a_state_of_an_earlier_version_has_neither_caution_nor_room() -> None:
     state = Level(1000).state_dict()
-    del state["caution"]
+    del state["caution"], state["room"]
     loaded = Level.from_state(state)
     assert loaded is not None
-    assert loaded.caution == 1.0
+    assert loaded.caution == loaded.room == 1.0
 
 
 def test_weights_that_start_from_zero_have_some_size() -> None:
     level = Level(1000)
     for step in range(1, 100):
         rate = level.scale * level.share(step - 1)
-        level.update(step, Sizes(0.0 if step == 1 else 1e-9, 10 * rate, 3.0, 100.0), rate, 1.0)
-    assert level.lr == pytest.approx(SHARE * 1e-3 * 10 / 30)
+        level.update(step, Sizes(0.0 if step == 1 else 1e-9, 10 * rate, 3.0, 2e5), rate, 1.0)
+    assert level.lr == pytest.approx(SHARE * 1e-3 * math.sqrt(2e5) / 30)
 
 
 # -- the warm-up ----------------------------------------------------------------------------------------------------

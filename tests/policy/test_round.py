@@ -174,7 +174,7 @@ def train(policy: RoundPolicy, first: int, last: int, unit: float = 30.0, **seen
     for step in range(first, last + 1):
         rate = float(policy.steering.effective[0])
         if policy.is_due(step):
-            sizes = Sizes(10.0, rate * unit, 1.0, 100.0)
+            sizes = Sizes(10.0, rate * unit, 1.0, 2e5)
             row = {"losses": np.full(N, 2 - 0.01 * step), "finite": np.ones(N, dtype=bool), "sizes": sizes, **seen}
             found.append(policy.end_round(Seen(step, rate=rate, **row)))
         policy.follow(step)
@@ -211,7 +211,7 @@ def test_the_round_that_finds_the_level_shows_the_share_of_the_warm_up_that_its_
     assert policy.level is not None
     assert not policy.level.found
     rate = float(policy.steering.effective[0])
-    policy.end_round(Seen(2, np.ones(N), np.ones(N, dtype=bool), rate, sizes=Sizes(10.0, 30 * rate, 1.0, 100.0)))
+    policy.end_round(Seen(2, np.ones(N), np.ones(N, dtype=bool), rate, sizes=Sizes(10.0, 30 * rate, 1.0, 2e5)))
     assert policy.level.found
     assert policy.steering.effective[0] == pytest.approx(LEVEL * 2 / 12)
 

@@ -121,6 +121,11 @@ def caution_of(num_entries: int) -> float:
     return min(max(math.sqrt(2e6 / num_entries), 1 / 3), 1.0)
 
 
+def room_of(num_entries: int) -> float:
+    """And those of a tiny one, beside those of 200,000 entries: as its width, the fourth root of their number."""
+    return min(max(math.sqrt(math.sqrt(2e5 / num_entries)), 1.0), 3.0)
+
+
 def share_of(s: AnchorScenario, num_entries: int) -> float:
     """And those of a short run, beside those of a long one."""
     return caution_of(num_entries) * min(math.sqrt(max(200 / s.total_steps, 1.0)), 2.0)
@@ -147,7 +152,7 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
         return Found(scale)
     done = updates[-1].step >= max(warm, 4)
     caution = caution_of(num_entries)
-    lr = 0.02 * share_of(s, num_entries) * weights / (max(ratios) + 2 * ratios[-1])
+    lr = 0.02 * room_of(num_entries) * share_of(s, num_entries) * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
     if not s.constant and 1 / 8 <= lr / caution / peak <= 8:
         return Found(1.0, True, done, lr < peak and not warms_up_itself, below=min(lr / peak, 1.0))
@@ -167,7 +172,7 @@ class Shown(NamedTuple):
     loss: float
     start: tuple[float, float] | None  # the loss before training, and the standard error of the fall since
     update: float | None  # relative to the weights, as of a small model in a long run
-    caution: float
+    ease: float
     in_warmup: bool
     elapsed: float
     progress: float
@@ -274,7 +279,7 @@ class Evidence:
         pace, unopposed = s.pace, max(between(z0 - z, 0, z0), cheap)
         has_learned = shown.start is not None and shown.start[0] - shown.loss > 10 * shown.start[1]
         if s.max_update is not None and shown.update is not None and has_learned:
-            update = shown.update * shown.caution ** between(-most, 0.0, 0.05)
+            update = shown.update * shown.ease ** between(-most, 0.0, 0.05)
             doublings = math.log(s.max_update[0] / max(update, 1e-300)) / math.log(2)
             pace, unopposed = pace * float(np.clip(doublings / 2, 1, 3)), max(unopposed, between(doublings, 1, 2))
         if shown.given:  # a schedule that somebody has chosen
@@ -290,13 +295,14 @@ class Evidence:
             widest = early * (late / early) ** between(shown.progress, 0.1, 0.7)
             if shown.given and shown.scale < 1:  # somebody has chosen a higher rate
                 widest *= 4 ** between(-most, 0.0, 0.3)
-            update = shown.update * shown.caution ** between(-most, -0.1, -0.05)
+            update = shown.update * shown.ease ** between(-most, -0.1, -0.05)
             moves[0] *= between(widest - update, 0, 0.3 * widest)
         moves[0] = min(moves[0] * between(-cost, -0.6, -0.3), 0.3)
         if shown.in_warmup or past.get("jump", 0.0) > 2:
             moves[0] = 0.0
-        lowest = 0.03 if q < -3 else 0.3
-        if past and q < 1 and not asked_for and not shown.in_warmup and shown.relative_scale > lowest:
+        lowest = 0.03 if q < -3 else 1.0
+        no_plateau = q < -3 or past.get("z", 0.0) >= -0.5
+        if past and q < 1 and no_plateau and not asked_for and not shown.in_warmup and shown.relative_scale > lowest:
             moves.append(-0.1 * min(1 - q, 1.0))
         for sure, over in ((z > 4, e), (past.get("z", 0.0) > 2, self.elasticity(past.get("slope", 0.0), shown))):
             if sure and over > 0.25:
@@ -411,7 +417,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                         loss=float(np.mean(losses)),
                         start=start,
                         update=change / weights / share_of(scenario, num_entries) if scenario.level and due else None,
-                        caution=caution_of(num_entries),
+                        ease=caution_of(num_entries) / room_of(num_entries),
                         in_warmup=told.in_warmup,
                         elapsed=min(math.log(num_done / max(begun, 1)), 0.7),
                         progress=num_done / hold,

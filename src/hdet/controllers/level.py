@@ -45,8 +45,8 @@ CHEAP, LATE = (0.3, 0.1), (0.2, 0.5)
 which the knob may move between which this comes to count: the decay removes the cost of noise, damage of the first
 steps stays."""
 SURELY_CHEAP, SUPPORTED = (0.1, 0.05), (0.0, -0.05)
-"""Of what cost over gain is at most: below, updates of a large model may grow to those of a small one; and count as
-small beside those."""
+"""Of what cost over gain is at most: below, updates of a large model may grow to those of a small one, and those of a
+tiny one by its room; and count as small beside those."""
 CHOSEN = 3.0
 """Times a schedule that somebody has chosen, up to which optimism fades out."""
 ROOM, MORE = 4.0, (0.0, -0.3)
@@ -55,8 +55,10 @@ is at most: between the two this comes to count."""
 WIDENING = (0.1, 0.7)
 """Shares of the time in which the knob may move: between them the bound on updates goes from its first value to its
 last one."""
-LOWEST, LOWEST_RISING = 0.3, 0.03
-"""Of the first level: how far a standstill lowers the knob; and where the loss has risen."""
+LEANS = -0.5
+"""Standard errors of the late slope below which a standstill may be a plateau: it lowers nothing."""
+LOWEST, LOWEST_RISING = 1.0, 0.03
+"""Of the first level: how far a standstill lowers the knob, which takes back rises; and where the loss has risen."""
 
 
 class Smoothed(NamedTuple):
@@ -156,11 +158,12 @@ class LevelController:
 
     Above a schedule that was given, optimism fades out as the rate grows to 3 times that: it may well be the right one.
 
-    The rate falls where the loss stands still (q < 1) and the slope does not ask for more, by 0.1 a round and to 0.3 of
-    the first level, or 0.03 where the loss has risen (q < -3); and where the slope says that less would have been
-    better: e > 0.25 with z > 4, the same over the last quarter of the run with z > 2, or twice the gain. It does not
-    rise in a round whose loss has jumped. In q and the gain no loss counts as more than some five standard deviations
-    above those around it: batches of outliers are no rise.
+    The rate falls where the loss stands still (q < 1) and the slope does not ask for more, nor leans to it over the
+    last quarter of the run (z < -0.5), by 0.1 a round and to the first level, which takes back what was earned, or to
+    0.03 of it where the loss has risen (q < -3); and where the slope says that less would have been better: e > 0.25
+    with z > 4, the same over the last quarter of the run with z > 2, or twice the gain. It does not rise in a round
+    whose loss has jumped. In q and the gain no loss counts as more than some five standard deviations above those
+    around it: batches of outliers are no rise.
 
     Args:
         pace: c >= 0, how far optimism moves the logarithm while the time since the start grows e-fold.
@@ -170,7 +173,8 @@ class LevelController:
             in which the learning rate may move, and after seven tenths of it; None for no bound. Updates of models
             above 2M parameters count as larger, by as much as Eq. 16 wants them smaller, those of runs below 200 steps
             as smaller. For large models this ends as b over the gain, plus two standard errors, goes from 0.1 to 0.05,
-            for h from 0 to -0.05. Below a schedule that was given, the bound widens to 4 times as that goes to -0.3.
+            for h from 0 to -0.05; and those of models below 200,000 come to count as smaller, by as much as Eq. 16
+            wants them larger. Below a schedule that was given, the bound widens to 4 times as that goes to -0.3.
     """
 
     def __init__(
@@ -237,7 +241,7 @@ class LevelController:
         pace, is_open = self.pace, _clip((optimism - z) / optimism)
         is_open = max(is_open, _share(done, LATE) * _share(trail.cost, CHEAP))
         if self.max_update is not None and evidence.update is not None and _fall(evidence) > LEARNED:
-            update = evidence.update * evidence.caution ** _share(trail.most, SUPPORTED)
+            update = evidence.update * evidence.ease ** _share(trail.most, SUPPORTED)
             halvings = math.log2(self.max_update[0] / max(update, 1e-300))
             pace *= min(max(halvings / 2, 1.0), FASTEST)
             is_open = max(is_open, _clip(halvings - 1))
@@ -256,12 +260,14 @@ class LevelController:
             largest = first * (last / first) ** _share(done, WIDENING)
             if height < 0:
                 largest *= ROOM ** _share(trail.most, MORE)
-            update = evidence.update * evidence.caution ** _share(trail.most, SURELY_CHEAP)
+            update = evidence.update * evidence.ease ** _share(trail.most, SURELY_CHEAP)
             rise *= _clip((largest - update) / (0.3 * largest))
         rise *= 1 - _share(trail.cost, BRAKE)
         move = 0.0 if evidence.in_warmup or trail.jump > SURE else min(rise, MAX_RISE)
-        if trail.enough and trail.progress < STANDSTILL and not supported and not evidence.in_warmup:
-            lowest = LOWEST_RISING if trail.progress < -EARNED[0] else LOWEST
+        rising = trail.progress < -EARNED[0]
+        still = trail.enough and trail.progress < STANDSTILL and (rising or trail.z >= LEANS)
+        if still and not supported and not evidence.in_warmup:
+            lowest = LOWEST_RISING if rising else LOWEST
             if evidence.scales is None or evidence.scales[knob] > lowest * evidence.level:
                 move = min(move, -STANDSTILL_FALL * min(STANDSTILL - trail.progress, 1.0))
         too_high = max(e if z > VERY_SURE else 0.0, late if trail.z > SURE else 0.0)

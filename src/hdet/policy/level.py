@@ -1,9 +1,9 @@
 """The first learning rate, from the size of the updates (Eq. 16). Numbers only.
 
-A step that changes the weights by somewhat less than a hundredth of their size, in large models by a third of that, is
-a sensible first one for every optimizer; the learning rate that does so follows from one measured update. So the first
-steps are taken at a negligible rate, which tells the size of an update per unit of learning rate, and the rate then
-rises along the warm-up.
+A step that changes the weights by somewhat less than a hundredth of their size, in large models by a third of that and
+in tiny ones by up to three times as much, is a sensible first one for every optimizer; the learning rate that does so
+follows from one measured update. So the first steps are taken at a negligible rate, which tells the size of an update
+per unit of learning rate, and the rate then rises along the warm-up.
 Every step trains, and none is taken back.
 """
 
@@ -22,6 +22,9 @@ SHORT_RUN, MOST = 200, 2.0
 SMALL_MODEL, LEAST = 2e6, 1 / 3
 """Entries of a model above which a step has to do less, by the square root; and at least so many times as much. The
 best learning rate falls with the width of a model, the size of its weights less or not at all."""
+TINY_MODEL, WIDTH, MOST_ROOM = 2e5, 0.25, 3.0
+"""Entries of a model below which a step may do more, by this power of their number, which is about the root of its
+width; and at most so many times more."""
 SETTLED = 2.0
 """What the last update counts beside the largest one: updates of a fixed size, as Lion's, add up to more than those
 that shrink as noise averages out, as Adam's."""
@@ -80,8 +83,13 @@ class Sizes(NamedTuple):
         return min(max(math.sqrt(SMALL_MODEL / max(self.num, 1.0)), LEAST), 1.0)
 
     @property
+    def room(self) -> float:
+        """What a step of a tiny model may do beside one of a small model."""
+        return min(max(math.pow(TINY_MODEL / max(self.num, 1.0), WIDTH), 1.0), MOST_ROOM)
+
+    @property
     def relative(self) -> float:
-        """The update beside the weights, as of a small model."""
+        """The update beside the weights, over what a step of a large model has to do less."""
         return self.update / max(self.weights, 1e-300) / self.caution
 
 
@@ -117,7 +125,7 @@ class Level:
         self.peak, self.given, self.hint, self.warms_up = peak, given, hint, warms_up
         self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.last = self.lr = self._weights = 0.0
-        self.caution = 1.0
+        self.caution = self.room = 1.0
         self.num_tries = 0
         self.found = self.gave_up = self.done = False
         self._probed = 0.0
@@ -164,7 +172,8 @@ class Level:
         else:
             self._measure(sizes, rate)
         if self.found and not self.done and self.largest > 0:
-            self.lr = _bounded(self.caution * self.size * self._weights / (self.largest + SETTLED * self.last))
+            share = self.size * self.caution * self.room
+            self.lr = _bounded(share * self._weights / (self.largest + SETTLED * self.last))
             self.scale = 1.0 if self.follows_hint else _bounded(self.lr / self.peak)
         if step >= max(self.warm_steps, NUM_FIRST) and (self.found or self.gave_up) and not self.done:
             self.done = True
@@ -199,7 +208,7 @@ class Level:
         if sizes.is_measurable:
             self.last = _bounded(sizes.update / rate)
             self.largest = max(self.largest, self.last)
-            self._weights, self.caution = sizes.floored, sizes.caution
+            self._weights, self.caution, self.room = sizes.floored, sizes.caution, sizes.room
 
     def _say(self) -> str:
         if self.gave_up:
@@ -234,8 +243,8 @@ class Level:
         found: Mapping[str, Any] = mapping_of(state, "level")
         for name in ("warm_steps", "num_tries"):
             whole_of(found[name], name)
-        found = {"caution": 1.0, **found}  # states of earlier versions have none
-        for name in ("size", "peak", "given", "scale", "caution"):
+        found = {"caution": 1.0, "room": 1.0, **found}  # states of earlier versions have none
+        for name in ("size", "peak", "given", "scale", "caution", "room"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
         for name in ("largest", "last", "lr", "_probed", "_weights"):

@@ -271,7 +271,7 @@ class RoundPolicy:
                 elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
                 update=self._update(seen, share),
-                caution=1.0 if seen.sizes is None else seen.sizes.caution,
+                ease=1.0 if seen.sizes is None else seen.sizes.caution / seen.sizes.room,
                 given=self._is_given(),
                 values=seen.rates,
                 last=seen.last,
