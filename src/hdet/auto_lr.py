@@ -175,7 +175,7 @@ class AutoLR(Scheduler, LRScheduler):
                 **auto_settings(
                     plan, signal, step=wrapped.step, lr_given=lr_given, has_steps=has_steps(schedule),
                     first_lr=wrapped.base_lrs[0] if first_lr is None else first_lr,
-                    shape=() if total_steps is None else shape_of(schedule, as_int(total_steps)),
+                    shape=shape_of(schedule, None if total_steps is None else as_int(total_steps)),
                 ),
             )  # fmt: skip
             for share in wrapped.shares_of_joined():

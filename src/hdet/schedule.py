@@ -319,8 +319,15 @@ NUM_POINTS = 400
 STEPWISE = (StepLR, MultiStepLR, CyclicLR, CosineAnnealingWarmRestarts)
 
 
-def shape_of(schedule: LRScheduler, total_steps: int) -> list[float]:
-    """The first param group's learning rate at points that divide the run evenly; empty where there is no formula."""
+def shape_of(schedule: LRScheduler, total_steps: int | None) -> list[float]:
+    """The first param group's learning rate at points that divide the run evenly; empty where there is no formula.
+
+    Of a run of unknown length that of the first cycle, where the schedule has cycles that begin at their lowest.
+    """
+    if total_steps is None:
+        if type(schedule) is not CyclicLR:
+            return []
+        total_steps = math.ceil(schedule.total_size) + 1
     num = min(NUM_POINTS, max(total_steps - 1, 1))
     try:
         found = [_at(schedule, round(i * (total_steps - 1) / num)) for i in range(num + 1)]

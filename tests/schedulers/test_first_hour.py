@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from hdet import Adapt, AutoLR, Explorer, OneCycleAutoLR, knobs
+from hdet.schedule import shape_of
 from tiers import slow
 
 Make = Callable[[Optimizer], LRScheduler]
@@ -97,6 +98,15 @@ def test_a_schedule_without_an_end_ends_as_well_as_without_hdet(name: str) -> No
         warnings.filterwarnings("ignore", message="the round that ended|.* rounds of this run")
         auto.train(STEPS)
     assert auto.score() < 1.15 * plain.score() + 0.01
+
+
+def test_the_peak_of_cycles_without_an_end_is_known() -> None:
+    """The first learning rate of a cycle is its lowest; what is compared with the first level is its highest."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    shape = shape_of(WITHOUT_END["CyclicLR"](optimizer), None)
+    assert shape[0] == pytest.approx(3e-4)
+    assert max(shape) == pytest.approx(3e-3, rel=0.05)
+    assert shape_of(WITHOUT_END["StepLR"](optimizer), None) == []
 
 
 def test_sgd_without_momentum_ends_about_as_well_in_300_steps() -> None:
