@@ -39,13 +39,13 @@ ANY = st.floats() | st.sampled_from([0.0, 1e-320, 5e-324, 1e-30, 1.0, 1e30, 1.7e
 
 def trained(
     level: Level, unit: Unit, num_steps: int, *, weights: float = 10.0, gradient: float = 7.0, first: int = 1,
-    schedule: Callable[[int], float] = lambda step: 1.0,
+    num: float = 2e5, schedule: Callable[[int], float] = lambda step: 1.0,
 ) -> Iterator[tuple[float, str]]:  # fmt: skip
     """Steps as a scheduler takes them; the learning rate of each, and what was said after it."""
     for step in range(first, num_steps + 1):
         scheduled = level.peak * schedule(step - 1)
         rate = scheduled * level.scale * level.share(step - 1)
-        sizes = Sizes(weights, rate * unit(step), gradient, 2e5)
+        sizes = Sizes(weights, rate * unit(step), gradient, num)
         yield rate, level.update(step, sizes, rate, scheduled)
 
 
@@ -202,9 +202,10 @@ def test_steps_of_large_models_begin_smaller_and_those_of_tiny_ones_larger(num: 
 
 def test_a_state_of_an_earlier_version_has_neither_caution_nor_room() -> None:
     state = Level(1000).state_dict()
-    del state["caution"], state["room"]
+    del state["caution"], state["room"], state["watched"]
     loaded = Level.from_state(state)
     assert loaded is not None
+    assert not loaded.watched
     assert loaded.caution == loaded.room == 1.0
 
 
@@ -229,6 +230,24 @@ def test_the_warm_up_is_a_line_that_ends_at_one(total: int | None) -> None:
     assert [level.share(step) for step in after] == [min((step + 1) / warm, 1.0) for step in after]
     assert rates[NUM_FIRST:] == pytest.approx([level.lr * min((step + 1) / warm, 1.0) for step in after])
     assert rates[-1] == level.lr
+
+
+def test_where_held_out_data_have_a_say_a_tiny_model_takes_two_more_warm_ups() -> None:
+    level = Level(1000, watched=True)
+    rates, said = zip(*trained(level, KINDS["Adam"], 300, num=12_500), strict=True)
+    assert level.room == 2
+    warm, after = level.warm_steps, range(NUM_FIRST, 300)
+    shares = [min((step + 1) / warm, 1.0) * 2 ** -min(max((3 - (step + 1) / warm) / 2, 0.0), 1.0) for step in after]
+    assert rates[NUM_FIRST:] == pytest.approx([level.lr * share for share in shares])
+    assert (rates[warm - 1], rates[3 * warm - 1]) == (pytest.approx(level.lr / 2), level.lr)
+    told = [text for text in said if text]
+    assert told == [
+        f"the learning rate starts from {level.lr / 2:.3g}, at which a step changes the weights by about 0.7%, and "
+        f"reaches {level.lr:.3g} at step {3 * warm}"
+    ]
+    small = Level(1000, watched=True)
+    rates, _ = zip(*trained(small, KINDS["Adam"], 70), strict=True)
+    assert rates[-1] == small.lr
 
 
 def test_the_first_steps_are_rounds_of_their_own() -> None:

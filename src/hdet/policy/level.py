@@ -44,8 +44,9 @@ MAX_TRIES = 20
 TRUST = 8.0
 """A schedule is followed as it is where its peak is within this factor of the first level."""
 APPROACH = 3.0
-"""Warm-ups after which a schedule is followed as it is where its peak is above the first level. A few steps at a high
-rate before that would cost more than the whole approach."""
+"""Warm-ups after which a schedule is followed as it is where its peak is above the first level; and after which a tiny
+model has its room where held-out data have a say. A few steps at a high rate before that would cost more than the whole
+approach."""
 WARM_SHARE, MAX_WARM, UNKNOWN_WARM = 0.06, 500, 50
 """Of the run: the steps in which the learning rate rises from zero; at most, and in a run of unknown length."""
 NUM_FIRST = 4
@@ -102,6 +103,7 @@ class Level:
         given: the scale to fall back on where no update can be measured.
         hint: whether the peak is worth following where it is near what is found.
         warms_up: whether the schedule rises to its peak by itself.
+        watched: whether losses on held-out data will be known.
 
     Attributes:
         scale: what the schedule has to be multiplied by now.
@@ -118,11 +120,12 @@ class Level:
         given: float = 1.0,
         hint: bool = False,
         warms_up: bool = False,
+        watched: bool = False,
     ) -> None:
         self.warm_steps = UNKNOWN_WARM if total_steps is None else min(max(int(WARM_SHARE * total_steps), 1), MAX_WARM)
         self.size = SHARE * (1.0 if total_steps is None else min(max(SHORT_RUN / total_steps, 1.0) ** 0.5, MOST))
         """Of an update, at the level."""
-        self.peak, self.given, self.hint, self.warms_up = peak, given, hint, warms_up
+        self.peak, self.given, self.hint, self.warms_up, self.watched = peak, given, hint, warms_up, watched
         self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.last = self.lr = self._weights = 0.0
         self.caution = self.room = 1.0
@@ -136,6 +139,15 @@ class Level:
         usual = self.lr / self.caution  # caution is for a rate that nobody has chosen
         return self.hint and (self.gave_up or 1 / TRUST <= usual / self.peak <= TRUST)
 
+    @property
+    def _unroomed(self) -> float:
+        """What the warm-up ends at, of the level."""
+        return 1 / self.room if self.watched and not self.follows_hint else 1.0
+
+    @property
+    def _until(self) -> int:
+        return math.ceil(APPROACH * self.warm_steps)
+
     def is_searching(self, step: int) -> bool:
         """Whether the step after ``step`` is a round of its own."""
         return not (self.found or self.gave_up) or step < NUM_FIRST
@@ -144,11 +156,12 @@ class Level:
         """Of the level, in the step after ``step``: the warm-up, where the schedule has none of its own.
 
         The peak of a schedule that is followed counts as the level; where it is above the one that was found, the share
-        goes on from there, and is 1 after three warm-ups.
+        goes on from there, and is 1 after three warm-ups. So it does from the level of a larger model to that of a tiny
+        one, where losses on held-out data will be known: they are to have a say before.
         """
         if not self.found or (self.follows_hint and self.lr >= self.peak):
             return 1.0
-        warmed, first = (step + 1) / self.warm_steps, self.lr / self.peak if self.follows_hint else 1.0
+        warmed, first = (step + 1) / self.warm_steps, self.lr / self.peak if self.follows_hint else self._unroomed
         left = min(max((APPROACH - warmed) / (APPROACH - 1), 0.0), 1.0)
         return float(first**left) * (1.0 if self.warms_up else min(warmed, 1.0))
 
@@ -214,16 +227,18 @@ class Level:
         if self.gave_up:
             return ""
         if not self.hint:
+            first = self.lr * self._unroomed
             return (
-                f"the learning rate starts from {self.lr:.3g}, at which a step changes the weights by about "
-                f"{self.lr * self.last / self._weights:.1%}"
+                f"the learning rate starts from {first:.3g}, at which a step changes the weights by about "
+                f"{first * self.last / self._weights:.1%}"
+                + (f", and reaches {self.lr:.3g} at step {self._until}" if first < self.lr else "")
             )
         if self.follows_hint:
             if self.lr >= self.peak:
                 return ""
             return (
                 f"the schedule is approached from {self.lr:.3g} instead of {self.peak:.3g}, which the size of the "
-                f"updates suggests, and is followed as it is from step {math.ceil(APPROACH * self.warm_steps)} on"
+                f"updates suggests, and is followed as it is from step {self._until} on"
             )
         return (
             f"the schedule's peak of {self.peak:.3g} is {self.peak / self.lr:.2g} times the learning rate that the "
@@ -243,14 +258,14 @@ class Level:
         found: Mapping[str, Any] = mapping_of(state, "level")
         for name in ("warm_steps", "num_tries"):
             whole_of(found[name], name)
-        found = {"caution": 1.0, "room": 1.0, **found}  # states of earlier versions have none
+        found = {"caution": 1.0, "room": 1.0, "watched": False, **found}  # states of earlier versions have none
         for name in ("size", "peak", "given", "scale", "caution", "room"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
         for name in ("largest", "last", "lr", "_probed", "_weights"):
             if not number(found[name]) >= 0:
                 raise ValueError(f"{name} of the level must be a finite number >= 0, but got {shown(found[name])}")
-        for name in ("hint", "warms_up", "found", "gave_up", "done"):
+        for name in ("hint", "warms_up", "watched", "found", "gave_up", "done"):
             flag_of(found[name], name)
         level = cls()
         vars(level).update({name: found[name] for name in vars(level)})

@@ -356,7 +356,8 @@ class RoundPolicy:
     def _in_warmup(self, seen: Seen) -> bool:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
         if self.level is not None and not self.level.follows_hint:
-            return not self.level.done  # a peak that is not followed has no warm-up that means anything
+            # A peak that is not followed has no warm-up that means anything.
+            return not self.level.done or self.level.share(seen.step - 1) < 1
         return seen.scheduled > self._scheduled * (1 + 1e-6) > 0 or (self.level is not None and not self.level.done)
 
     def _note_first(self, losses: FloatArray) -> None:
