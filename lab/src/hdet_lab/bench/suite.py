@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Half = Literal["A", "B", "C", "D", "extra"]
-AROUND_TORCH = ("C", "D")
+Half = Literal["A", "B", "C", "D", "E", "extra"]
+AROUND_TORCH = ("C", "D", "E")
 """Halves around ``torch.optim.AdamW`` at its defaults."""
 SHAPES = ("one-cycle", "cosine", "wsd")
 START = 1e-3
@@ -45,7 +45,7 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        half: ``A``, on which defaults may be chosen; ``B``, which is only reported; ``C``, ``D``: each run once with
+        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C``, ``D``, ``E``: each run once with
             code that had never been tried on it; ``extra``: none of them. On stdlib-gpt AutoLR's settings were looked
             at before there were halves.
         steps: of a run.
@@ -128,6 +128,23 @@ ENTRIES = (
     Entry("mixer-sgd", "D", task="mixer", optimizer="sgd"),
     Entry("teacher-sgd", "D", steps=1000, task="teacher", optimizer="sgd", stacked=54),
     Entry("masks-lion", "D", steps=400, task="masks", optimizer="lion"),
+    Entry("bible-gpt", "E", steps=800, optimizer="torch-adamw", stacked=18),
+    Entry("bible-rnn", "E", steps=600, optimizer="torch-adamw"),
+    Entry("phonemes", "E", steps=800, optimizer="torch-adamw"),
+    Entry("cities", "E", steps=1000, optimizer="torch-adamw"),
+    Entry("countries", "E", steps=1000, optimizer="torch-adamw"),
+    Entry("denoise", "E", steps=600, optimizer="torch-adamw"),
+    Entry("upscale", "E", optimizer="torch-adamw"),
+    Entry("convnext", "E", steps=600, optimizer="torch-adamw", stacked=18),
+    Entry("tokens", "E", steps=800, optimizer="torch-adamw"),
+    Entry("experts", "E", steps=600, optimizer="torch-adamw", stacked=18),
+    Entry("ranking", "E", steps=800, optimizer="torch-adamw"),
+    Entry("boxes", "E", steps=700, optimizer="torch-adamw"),
+    Entry("pendulum", "E", steps=800, optimizer="torch-adamw", stacked=54),
+    Entry("clouds", "E", steps=1000, optimizer="torch-adamw"),
+    Entry("cities-sgd", "E", steps=1000, task="cities", optimizer="sgd"),
+    Entry("upscale-lion", "E", task="upscale", optimizer="lion"),
+    Entry("phonemes-muon", "E", steps=800, task="phonemes", optimizer="muon"),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")

