@@ -124,7 +124,7 @@ def _figure(task: TaskSummary) -> str:
 
 
 def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, current: Collection[str]) -> str:
-    halves = {half: [task for task in tasks if task.record.half == half] for half in "DCBA"}
+    halves = {half: [task for task in tasks if task.record.half == half] for half in "EDCBA"}
     judged_tasks = _judged(tasks)
     judged = judged_tasks[0].record.half if judged_tasks else "B"
     others = {f"half {half}": outside(part) for half, part in halves.items() if part and half < judged}
@@ -161,8 +161,8 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
 
 
 def _judged(tasks: Sequence[TaskSummary]) -> list[TaskSummary]:
-    """Half D; half C, or half B, where there is none."""
-    last = max((task.record.half for task in tasks if task.record.half in "BCD"), default="B")
+    """The last half there is, of B to E."""
+    last = max((task.record.half for task in tasks if task.record.half in "BCDE"), default="B")
     return [task for task in tasks if task.record.half == last]
 
 
