@@ -33,25 +33,32 @@ SHOWN = ("search-8", "search-4")
 """Of what needs more than one run."""
 
 
+HEAD = "Final validation loss above the best of a grid, geometric mean over tasks and 95% interval:"
+HALVES = ("E", "D")
+"""That have judged, the last one first."""
+
+
 def rivals(records: Sequence[BenchRecord], current: Collection[str]) -> str:
-    """AutoLR and its rivals with one run, over the tasks of half D around AdamW, which they have in common."""
-    every = [task for record in records if record.half == "D" and (task := summarize(record)) is not None]
+    """AutoLR and its rivals with one run, over the tasks of each half around AdamW, which they have in common."""
+    lines = [_half(half, records, current) for half in HALVES if any(record.half == half for record in records)]
+    return "\n".join([HEAD, "", *lines, *footnote(lines)]) + "\n"
+
+
+def _half(half: str, records: Sequence[BenchRecord], current: Collection[str]) -> str:
+    every = [task for record in records if record.half == half and (task := summarize(record)) is not None]
     tasks = outside([task for task in every if "adam" in task.excess])
     shown = [method for method in LABELS if method in (*NOTHING_SET, *SHOWN)]
     # On fewer tasks means are not comparable.
     found = {method: line for method in shown if (line := over_tasks(tasks, method)) and line.num_tasks == len(tasks)}
     mine = found.pop("autolr")
     near = f"{mine.near[SHARES.index(AIM_NEAR)]} of {len(tasks)}"
-    head = (
-        f"On {len(tasks)} tasks of the benchmark's half D AutoLR is **{percent(mine.mean)}** above the best of a "
-        "grid in the geometric mean, 95% "
-    )
-    head += f"interval {interval(mine.low, mine.high)}, and within 2% of it on {near}"
-    head += f"{marked('', 'autolr', tasks, current)}."
     others = [
         f"{LABELS[line.method]} {percent(line.mean)}" for line in sorted(found.values(), key=lambda line: line.mean)
     ]
-    return "\n".join([head, "Others, the best five: " + ", ".join(others[:5]) + ".", *footnote([head])]) + "\n"
+    return (
+        f"- Half {half}: AutoLR **{percent(mine.mean)}** {interval(mine.low, mine.high)}, within 2% on {near}"
+        f"{marked('', 'autolr', tasks, current)}. Others, the best five: {', '.join(others[:5])}."
+    )
 
 
 def filled(text: str, name: str, new: str, *, script: str = "first_screen") -> str:

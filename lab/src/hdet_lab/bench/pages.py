@@ -42,13 +42,16 @@ SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-
 DRAWN = ("autolr", "adam", "nadamw", "schedule-free", "prodigy", "mechanic", "search-4", "search-8")
 
 _LABEL = """\
-The aims are meant for tasks that were never looked at (half D), of which there are no records. AutoLR's settings were
-looked at on every task here; defaults of rivals were chosen on half A alone. So the figures describe these tasks, and
-judge nothing about others."""
+The aims are meant for tasks that were never looked at (halves D and E), of which there are no records. AutoLR's
+settings were looked at on every task here; defaults of rivals were chosen on half A alone. So the figures describe
+these tasks, and judge nothing about others."""
 _JUDGED = """\
-Half D judges AutoLR: its code was fixed before the tasks were written, and was run on them once. Half C had judged an
-earlier version (+19.77%); three rules were changed on it since. AutoLR's other settings were looked at on halves A and
-B; defaults of rivals were chosen on half A."""
+Half {half} judges AutoLR: its code was fixed before the tasks were written, and was run on them once.{before} AutoLR's
+other settings were looked at on halves A and B; defaults of rivals were chosen on half A."""
+_BEFORE = {
+    "D": " Half C had judged an\nearlier version (+19.77%); three rules were changed on it since.",
+    "E": " Halves C and D\nhad judged earlier versions (+19.77%, +2.64%), and rules were changed since.",
+}
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
 seed, less 1; means are geometric. The best of the grid has the lowest mean over seeds of that same loss, which
@@ -127,7 +130,7 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
     halves = {half: [task for task in tasks if task.record.half == half] for half in "EDCBA"}
     judged_tasks = _judged(tasks)
     judged = judged_tasks[0].record.half if judged_tasks else "B"
-    others = {f"half {half}": outside(part) for half, part in halves.items() if part and half < judged}
+    others = {f"half {half}": outside(part) for half, part in halves.items() if part and "B" < half < judged}
     lines = ["# Does it work", "", *_first_lines(judged_tasks), "", *([why, ""] if why else [])]
     if main := outside(judged_tasks):
         lines += [f"## {len(main)} tasks of half {judged}", "", *_half(main, others, current), "", _READING, "",
@@ -173,7 +176,8 @@ def _first_lines(tasks: Sequence[TaskSummary]) -> list[str]:
     num = len(outside(tasks))
     half = tasks[0].record.half
     first = f"**The target is {word}.** With nothing set, on the {num} tasks of half {half} that do not overfit:"
-    return [first, "", *(f"- {part}" for part in said), "", _JUDGED if half == "D" else _LABEL]
+    judged = _JUDGED.format(half=half, before=_BEFORE[half]) if half in _BEFORE else _LABEL
+    return [first, "", *(f"- {part}" for part in said), "", judged]
 
 
 def _label(method: str, tasks: Sequence[TaskSummary], current: Collection[str]) -> str:
@@ -248,22 +252,27 @@ def _profile(tasks: Sequence[TaskSummary], halves: str) -> list[str]:
 
 
 def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
-    rows = []
-    for task in sorted(tasks, key=lambda task: -"ABCD".find(task.record.half)):
+    """A table of the half that judges, a line for each of the others."""
+    judging = {task.record.name for task in _judged(tasks)}
+    rows, others = [], dict[str, list[str]]()
+    for task in sorted(tasks, key=lambda task: -"ABCDE".find(task.record.half)):
         record, (shape, lr) = task.record, task.record.best()
         mine = "autolr" in task.excess
-        name = f"[{record.name}]({_figure(task)})" if mine else record.name
-        rows.append([
-            marked(name, "autolr", [task], current), record.half, f"{shape}:{lr:g}",
-            percent(task.share("autolr")) + _seeds(task) if mine else "",
-        ])  # fmt: skip
+        name = marked(f"[{record.name}]({_figure(task)})" if mine else record.name, "autolr", [task], current)
+        found = percent(task.share("autolr")) if mine else ""
+        if record.name in judging:
+            rows.append([name, record.half, f"{shape}:{lr:g}", found + (_seeds(task) if mine else "")])
+        else:
+            others.setdefault(record.half, []).append(f"{name} {found}".strip())
     heads = ["task", "half", "best of grid", "AutoLR (± 95% over seeds)"]
     lines = table(heads, rows)
     known, halves = {task.record.name for task in tasks}, {task.record.half for task in tasks}
     missing = [name for name in DEFAULT_ENTRIES if name not in known and BY_NAME[name].half in halves]
     said = "Names link to the learning rates of AutoLR with all seeds, against the best fixed one (dashed)."
     said += f" Not measured: {', '.join(missing)}." if missing else ""
-    return [said, "", *lines, *footnote(lines)]
+    titles = {half: "Others" if half == "extra" else f"Half {half}" for half in others}
+    listed = [f"- {titles[half]}: {', '.join(names)}." for half, names in others.items()]
+    return [said, "", *(lines if rows else ()), *([""] if rows else ()), *listed, *footnote(lines + listed)]
 
 
 def _seeds(task: TaskSummary) -> str:
