@@ -245,6 +245,10 @@ def test_where_held_out_data_have_a_say_a_tiny_model_takes_two_more_warm_ups() -
         f"the learning rate starts from {level.lr / 2:.3g}, at which a step changes the weights by about 0.7%, and "
         f"reaches {level.lr:.3g} at step {3 * warm}"
     ]
+    far = Level(1000, peak=100 * level.lr, hint=True, watched=True)
+    assert next(text for _, text in trained(far, KINDS["Adam"], 70, num=12_500) if text).endswith(
+        f"{far.lr:.3g}; the schedule is rescaled to it, which is reached at step {3 * warm}"
+    )
     small = Level(1000, watched=True)
     rates, _ = zip(*trained(small, KINDS["Adam"], 70), strict=True)
     assert rates[-1] == small.lr

@@ -89,6 +89,11 @@ class Sizes(NamedTuple):
         return min(max(math.pow(TINY_MODEL / max(self.num, 1.0), WIDTH), 1.0), MOST_ROOM)
 
     @property
+    def ease(self) -> float:
+        """What an update counts as where a larger one surely costs little: as one of a small model."""
+        return self.caution / self.room
+
+    @property
     def relative(self) -> float:
         """The update beside the weights, over what a step of a large model has to do less."""
         return self.update / max(self.weights, 1e-300) / self.caution
@@ -243,6 +248,7 @@ class Level:
         return (
             f"the schedule's peak of {self.peak:.3g} is {self.peak / self.lr:.2g} times the learning rate that the "
             f"size of the updates suggests, {self.lr:.3g}; the schedule is rescaled to it"
+            + (f", which is reached at step {self._until}" if self._unroomed < 1 else "")
         )
 
     # -- state --------------------------------------------------------------------------------------------------

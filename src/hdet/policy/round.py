@@ -271,12 +271,13 @@ class RoundPolicy:
                 elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
                 update=self._update(seen, share),
-                ease=1.0 if seen.sizes is None else seen.sizes.caution / seen.sizes.room,
+                ease=1.0 if seen.sizes is None else seen.sizes.ease,
                 given=self._is_given(),
                 values=seen.rates,
                 last=seen.last,
             )
-            steering.multiply(confirmed.share / share)
+            if confirmed.share != share:
+                steering.multiply(confirmed.share / share)
             fallen = self.anchored and steering.wants_new_anchor()
         self._note_first(losses)
         self._scheduled = seen.scheduled
@@ -357,7 +358,7 @@ class RoundPolicy:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
         if self.level is not None and not self.level.follows_hint:
             # A peak that is not followed has no warm-up that means anything.
-            return not self.level.done or self.level.share(seen.step - 1) < 1
+            return not self.level.done or self.steering.warmup < 1
         return seen.scheduled > self._scheduled * (1 + 1e-6) > 0 or (self.level is not None and not self.level.done)
 
     def _note_first(self, losses: FloatArray) -> None:
