@@ -18,6 +18,7 @@ from hdet_lab.tasks import load_task
 from hdet_lab.tasks.half_c import BurgersTask, MoleculesTask, RatingsTask, WeatherTask, diamonds_raw, speech
 from hdet_lab.tasks.packages import AROMATIC, ATOMS, Package, arrays_sha256, graph, read_arrays
 from hdet_lab.tasks.quadratic import QuadraticTask
+from small_tasks import write_sets
 
 RNG = np.random.default_rng(0)
 SMALL: dict[str, dict[str, Any]] = {
@@ -39,12 +40,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a few rows of each set, which no hash is asked of."""
-    monkeypatch.setattr("hdet_lab.tasks.packages.SHA256", {})
-    (tmp_path / "open").mkdir()
-    for name, arrays in SMALL.items():
-        np.savez(tmp_path / "open" / f"{name}.npz", **arrays)
-    return tmp_path
+    """A folder with a few rows of each set."""
+    return write_sets(tmp_path, SMALL, monkeypatch)
 
 
 @pytest.mark.parametrize("make", [BurgersTask, MoleculesTask, RatingsTask, WeatherTask, speech, diamonds_raw])

@@ -15,6 +15,7 @@ from hdet_lab.bench.suite import ENTRIES, METHODS, jobs
 from hdet_lab.stacked.run import Run
 from hdet_lab.stacked.sweep import sweep
 from hdet_lab.tasks import TASKS, half_d, half_e
+from small_tasks import write_sets
 
 RNG = np.random.default_rng(0)
 SMALL: dict[str, dict[str, Any]] = {
@@ -70,12 +71,8 @@ SIZES: dict[str, dict[str, int]] = {
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a few rows of each set, which no hash is asked of."""
-    monkeypatch.setattr("hdet_lab.tasks.packages.SHA256", {})
-    (tmp_path / "open").mkdir()
-    for name, arrays in SMALL.items():
-        np.savez(tmp_path / "open" / f"{name}.npz", **arrays)
-    return tmp_path
+    """A folder with a few rows of each set."""
+    return write_sets(tmp_path, SMALL, monkeypatch)
 
 
 @pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DE"}))

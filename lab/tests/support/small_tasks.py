@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from hdet_lab.tasks import (
     FashionDiffusionTask,
@@ -123,6 +124,15 @@ def small_feed(folder: Path) -> Task:
 def small_shakespeare(folder: Path, make: Callable[..., Task], **sizes: int) -> Task:
     write_shakespeare(folder)
     return make(folder, sha256=None, batch_rows=12, num_validation=20, **(sizes or GPT_SIZES))
+
+
+def write_sets(folder: Path, sets: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, with arrays as packages give them, which no hash is asked of."""
+    monkeypatch.setattr("hdet_lab.tasks.packages.SHA256", {})
+    (folder / "open").mkdir()
+    for name, arrays in sets.items():
+        np.savez(folder / "open" / f"{name}.npz", **arrays)
+    return folder
 
 
 def write_tables(folder: Path, *, num_rows: int = 50) -> None:
