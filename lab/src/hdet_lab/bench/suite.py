@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Half = Literal["A", "B", "C", "D", "E", "extra"]
-AROUND_TORCH = ("C", "D", "E")
+Half = Literal["A", "B", "C", "D", "E", "F", "extra"]
+AROUND_TORCH = ("C", "D", "E", "F")
 """Halves around ``torch.optim.AdamW`` at its defaults."""
 SHAPES = ("one-cycle", "cosine", "wsd")
 START = 1e-3
@@ -45,7 +45,7 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C``, ``D``, ``E``: each run once with
+        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C`` to ``F``: each run once with
             code that had never been tried on it; ``extra``: none of them. On stdlib-gpt AutoLR's settings were looked
             at before there were halves.
         steps: of a run.
@@ -145,6 +145,21 @@ ENTRIES = (
     Entry("cities-sgd", "E", steps=1000, task="cities", optimizer="sgd"),
     Entry("upscale-lion", "E", task="upscale", optimizer="lion"),
     Entry("phonemes-muon", "E", steps=800, task="phonemes", optimizer="muon"),
+    Entry("tunes-gpt", "F", steps=600, optimizer="torch-adamw", stacked=18),
+    Entry("javascript-decay", "F", task="javascript", optimizer="adamw", stacked=18),
+    Entry("accents", "F", optimizer="torch-adamw"),
+    Entry("glosses", "F", steps=600, optimizer="torch-adamw"),
+    Entry("siamese-sgd", "F", steps=600, task="siamese", optimizer="sgd"),
+    Entry("flow", "F", steps=700, optimizer="torch-adamw", stacked=18),
+    Entry("pixels", "F", steps=800, optimizer="torch-adamw"),
+    Entry("strokes", "F", steps=1000, optimizer="torch-adamw"),
+    Entry("baseball", "F", steps=2000, optimizer="torch-adamw", stacked=54),
+    Entry("codebook", "F", steps=600, optimizer="torch-adamw"),
+    Entry("physics", "F", steps=1500, optimizer="torch-adamw", stacked=54),
+    Entry("control", "F", steps=400, optimizer="torch-adamw", stacked=54),
+    Entry("codebook-sgd", "F", steps=600, task="codebook", optimizer="sgd"),
+    Entry("accents-lion", "F", task="accents", optimizer="lion"),
+    Entry("flow-muon", "F", steps=700, task="flow", optimizer="muon", stacked=18),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")

@@ -65,6 +65,20 @@ from hdet_lab.tasks.half_e import (
     bible_gpt,
     bible_rnn,
 )
+from hdet_lab.tasks.half_f import (
+    AccentsTask,
+    BaseballTask,
+    CodebookTask,
+    ControlTask,
+    FlowTask,
+    GlossesTask,
+    PhysicsTask,
+    PixelsTask,
+    SiameseTask,
+    StrokesTask,
+    javascript,
+    tunes_gpt,
+)
 from hdet_lab.tasks.quadratic import QuadraticTask
 from hdet_lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet_lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
@@ -166,6 +180,18 @@ TASKS: dict[str, Callable[..., Task]] = {
     "boxes": lambda data, **options: BoxesTask(**options),
     "pendulum": lambda data, **options: PendulumTask(**options),
     "clouds": lambda data, **options: CloudsTask(**options),
+    "tunes-gpt": tunes_gpt,
+    "javascript": javascript,
+    "accents": AccentsTask,
+    "glosses": GlossesTask,
+    "siamese": SiameseTask,
+    "flow": FlowTask,
+    "pixels": PixelsTask,
+    "strokes": StrokesTask,
+    "baseball": BaseballTask,
+    "codebook": CodebookTask,
+    "physics": lambda data, **options: PhysicsTask(**options),
+    "control": lambda data, **options: ControlTask(**options),
 }
 """Name to what makes the task from the data folder and options."""
 

