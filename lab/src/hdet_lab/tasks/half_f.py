@@ -120,7 +120,7 @@ class RetentionLayer(nn.Module):
         places = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
         ages = places.unsqueeze(-1) - places
         rates = torch.log1p(-(2.0 ** -(2 + torch.arange(self.num_heads, device=x.device, dtype=x.dtype))))
-        kept = torch.where(ages >= 0, (ages.clamp(min=0) * rates[:, None, None]).exp(), 0.0)
+        kept = (ages.clamp(min=0) * rates[:, None, None]).exp() * (ages >= 0)
         found = turned(query) @ turned(key).transpose(-1, -2) / math.sqrt(query.shape[-1]) * kept @ value
         found = F.silu(gate) * F.layer_norm(found, found.shape[-1:])
         x = x + self.out(found.transpose(1, 2).flatten(-2))
@@ -496,7 +496,8 @@ class StrokesTask(PlainTask):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         moves, lifts = batch
-        seen = torch.cat([moves, F.one_hot(lifts, 3).to(moves.dtype)], -1)
+        kinds = lifts.unsqueeze(-1) == torch.arange(3, device=lifts.device)
+        seen = torch.cat([moves, kinds.to(moves.dtype)], -1)
         found = model(seen[:, :-1])
         mixture, lifted = found[..., :-3].unflatten(-1, (5, -1)), found[..., -3:]
         shares, centres, widths = mixture[:, :, 0].log_softmax(-1), mixture[:, :, 1:3], mixture[:, :, 3:]
@@ -544,10 +545,11 @@ class BaseballTask(PlainTask):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         *seen, runs = batch
-        found = model(*seen)
-        below: Tensor = runs.unsqueeze(-1) - found
-        shares = torch.tensor(self.QUANTILES, device=found.device, dtype=found.dtype)
-        return torch.maximum(shares * below, (shares - 1) * below).mean()
+        below = (runs.unsqueeze(-1) - model(*seen)).unbind(-1)
+        lost = [
+            torch.maximum(share * part, (share - 1) * part) for share, part in zip(self.QUANTILES, below, strict=True)
+        ]
+        return torch.stack(lost).mean()
 
 
 class Field(nn.Module):
