@@ -148,7 +148,7 @@ ENTRIES = (
     Entry("tunes-gpt", "F", steps=600, optimizer="torch-adamw", stacked=18),
     Entry("javascript-decay", "F", task="javascript", optimizer="adamw", stacked=18),
     Entry("accents", "F", optimizer="torch-adamw"),
-    Entry("glosses", "F", steps=600, optimizer="torch-adamw"),
+    Entry("glosses", "F", steps=1000, optimizer="torch-adamw"),
     Entry("siamese-sgd", "F", steps=600, task="siamese", optimizer="sgd"),
     Entry("flow", "F", steps=700, optimizer="torch-adamw", stacked=18),
     Entry("pixels", "F", steps=800, optimizer="torch-adamw"),

@@ -237,7 +237,7 @@ class GlossesTask(PlainTask):
     """Which word has which meaning in WordNet, among those of a batch: two towers (CLIP's loss), 0.47M parameters."""
 
     def __init__(
-        self, data: str | Path = "data", *, total_steps: int = 600, batch_rows: int = 512, download: bool = True
+        self, data: str | Path = "data", *, total_steps: int = 1000, batch_rows: int = 512, download: bool = True
     ) -> None:
         arrays = read_arrays("wordnet", data, download=download)
         order = shuffled(len(arrays["letters"]))
