@@ -1,12 +1,10 @@
 """AutoLR for one model, slow and in one file: read it from top to bottom to learn the method.
 
-It is used like ``hdet.AutoLR(optimizer, total_steps=N)``, and tests hold the two equal, step by step. In each step the
-learning rate is schedule x warm-up x level x scale. Schedule and warm-up are known beforehand. The *level* follows from
-the size of the first updates (Eq. 16). The *scale* starts at 1, and moves after each round of T steps by what rounds
-have shown (Eq. 17). Broken rounds are undone.
-
-Left out: schedules of the user's own, runs of unknown length, replicas, checkpoints, buffers in a rollback, a limit on
-rollbacks, weights that never move; and models above ten million parameters, of which the library samples a share.
+It is used like ``hdet.AutoLR(optimizer, total_steps=N)``, and tests hold the two equal. A learning rate is schedule x
+warm-up x level x scale: the *level* follows from the size of the first updates (Eq. 16), the *scale* moves after each
+round of T steps by what rounds have shown (Eq. 17). Broken rounds are undone. Left out: schedules of the user's own,
+runs of unknown length, replicas, checkpoints, buffers in a rollback, a limit on rollbacks, weights that never move; and
+models above ten million parameters, of which the library samples a share.
 """
 
 from __future__ import annotations
@@ -31,10 +29,8 @@ class AutoLR:
         self.ratios = [group["lr"] / optimizer.param_groups[0]["lr"] for group in optimizer.param_groups]
         self.interval, self.warm_steps = min(max(total_steps // 100, 4), 50), min(max(int(0.06 * total_steps), 1), 500)
         self.hold_from = 0.7 * total_steps  # the decay begins, and the scale holds still
-        small = 2e6 / len(self.theta())  # a step of a large model does less, of a short run more, of a tiny model may
-        caution, self.room = min(max(math.sqrt(small), 1 / 3), 1.0), min(max((small / 10) ** 0.25, 1.0), 3.0)
-        self.share, self.ease = caution * min(math.sqrt(max(200 / total_steps, 1.0)), 2.0), caution / self.room
-        self.level, self.largest = 1e-12, 0.0  # the first step shows the gradient, and moves next to nothing
+        self.share = min(math.sqrt(max(200 / total_steps, 1.0)), 2.0)  # a step of a short run does more
+        self.level, self.sizes = 1e-12, list[float]()  # the first step shows the gradient, and moves next to nothing
         self.searching, self.scale, self.fallen = True, 1.0, 0.0  # while searching for the level, a step is a round
         self.losses, self.samples, self.first_losses = list[float](), list[float](), list[float]()  # of steps
         self.rounds: list[tuple[float, float, float]] = []  # slope, its variance, and loss of each since the anchor
@@ -47,7 +43,7 @@ class AutoLR:
     def write_lrs(self) -> None:
         """Up to the level along a line, once it is known; constant; down to zero along a line."""
         schedule = min(1.0, (self.total_steps - self.num_steps) / (0.3 * self.total_steps))
-        warmup = min((self.num_steps + 1) / self.warm_steps, 1.0) if self.largest else 1.0
+        warmup = min((self.num_steps + 1) / self.warm_steps, 1.0) if self.sizes else 1.0
         for group, ratio in zip(self.optimizer.param_groups, self.ratios, strict=True):
             group["lr"] = ratio * schedule * warmup * self.level * self.scale
 
@@ -73,7 +69,7 @@ class AutoLR:
         update = self.theta() - self.before  # of the last step
         if step - len(self.losses) < warm_until:
             self.measure_level(update)
-        self.searching = not self.largest or step < 4
+        self.searching = not self.sizes or step < 4
         if not searching and self.guard.is_broken(loss if update.isfinite().all() else math.nan):
             self.restore()
             self.scale, self.num_forgotten = 0.5 * self.scale, len(self.rounds)
@@ -81,7 +77,9 @@ class AutoLR:
             if self.guard.num_in_vain:  # the data have changed: the rate was not the cause, and the path begins here
                 self.scale, self.fallen = 2.0**self.guard.num_in_vain * self.scale, 2.0
             elif step <= self.hold_from:
-                self.adapt(loss, float(update.norm() / self.before.norm()) / self.share, in_warmup=step < warm_until)
+                may = allowance(float(self.before.norm()), len(update), 0.3)
+                size = float(update.norm() / self.before.norm()) / self.share / may
+                self.adapt(loss, size, min(may / 3, 1.0), in_warmup=step < warm_until)
             if self.fallen >= 2:
                 self.anchor, self.rounds, self.num_forgotten, self.fallen = self.theta(), [], 0, 0.0
             if not self.guard.num_lost:  # a round in doubt is never returned to
@@ -93,21 +91,20 @@ class AutoLR:
             self.guard.expect(self.start, 2 * self.noise)  # four losses know their own noise badly
 
     def measure_level(self, update: Tensor) -> None:
-        """Eq. 16: level x (largest + 2 last) = delta |theta|. Updates of one size are then delta / 3 of the weights."""
-        # Weights that start from zero have no size of their own.
-        size = max(float(self.before.norm()), 1e-3 * (root := math.sqrt(len(update))))
+        """Eq. 16: level x (largest + 2 last) = delta |theta|."""
+        size = max(float(self.before.norm()), 1e-3 * (root := math.sqrt(len(update))))  # zeros have none of their own
         if update.norm() > 1e-6 * size:  # less is lost in rounding
-            # Updates per unit of learning rate. Adam's first is a sign, and those that follow shrink as noise averages
-            # out; Lion's all are signs; those of momentum grow. So the last one counts twice beside the largest.
-            last = float(update.norm()) / self.optimizer.param_groups[0]["lr"]
-            self.largest = max(self.largest, last)
-            self.level = 0.02 * self.room * self.share * size / (self.largest + 2 * last)
-        elif not self.largest:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
+            # Per unit of learning rate. Adam's shrink as noise averages out, those of momentum grow: the last counts.
+            self.sizes.append(last := float(update.norm()) / self.optimizer.param_groups[0]["lr"])
+            steady = clip((min(self.sizes) / max(self.sizes) - 0.75) / 0.15)  # as Lion's, which never become smaller
+            delta = 0.02 * self.share * allowance(size, len(update)) / 2.5**steady
+            self.level = delta * size / (max(self.sizes) + 2 * last)
+        elif not self.sizes:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
             aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
             safe = max(1e4 * self.level, aims[0])  # what could not be measured was below a millionth of the weights
             self.level = min(next((aim for aim in aims if aim > self.level), 100 * self.level), safe)
 
-    def adapt(self, loss: float, update: float, *, in_warmup: bool) -> None:
+    def adapt(self, loss: float, update: float, ease: float, *, in_warmup: bool) -> None:
         """Eq. 17: the scale rises where the slope supports it or progress has earned it, and falls where neither."""
         step, num, done = self.num_steps, len(self.losses), self.num_steps / self.hold_from
         b, z = self.smoothed_slope(loss)
@@ -117,16 +114,17 @@ class AutoLR:
         dtau = min(math.log(step / max(step - num, 1)), 0.7)  # moves go by the logarithm of the time
         # Optimism, earned by progress: the decay will remove noise, so z up to z0 or, later, a small cost is no brake.
         z0, late = 2.5 - 1.5 * done, clip((done - 0.2) / 0.3) * clip((0.3 - cost) / 0.2)
-        # Adam may remember large first gradients: doublings of an update to 0.8%, at ease if more is surely better.
-        small = math.log2(0.008 / max(update * self.ease ** clip(-20 * most), 1e-300)) * (fall > 10 * fall_error)
-        rise = max(clip((z0 - z) / z0), late, clip(small - 1)) * clip((progress - 3) / 7) * min(max(small, 2), 6) * dtau
+        # Adam may remember large first gradients: doublings of an update to 0.5%, at ease if more is surely better.
+        small = math.log2(0.005 / max(update * ease ** clip(-20 * most), 1e-300)) * (fall > 10 * fall_error)
+        rise = clip((progress - 3) / 7) * min(max(0.75 * small, 1.5), 4.5) * dtau
+        rise *= max(clip((z0 - z) / z0), late, clip(small - 1))
         supported = z < -2 and e < 0
         if supported and (z < -4 or progress >= 3):
             rise += 2 * dtau * math.log((1 + e / 2) / (1 + e))  # how many times too short the path is, on a parabola
             if e < -0.8:  # the loss is linear along the whole path: nothing limits the rate yet
                 rise = max(rise, 0.3 * clip((-z - 4) / 6))
-        if e >= -0.8:  # not beyond updates of 0.8% of the weights early, 2% late: damage of the first steps stays
-            bound = 0.008 * 2.5 ** clip((done - 0.1) / 0.6) / self.ease ** clip(2 - 20 * most)  # or surely cheap
+        if e >= -0.8:  # not beyond updates of 0.5% of the weights early, 0.8% late: damage of the first steps stays
+            bound = 0.005 * 1.6 ** clip((done - 0.1) / 0.6) / ease ** clip(2 - 20 * most)  # or surely cheap
             rise *= clip((bound - update) / (0.3 * bound))
         rise *= 1 - clip((cost - 0.3) / 0.3)
         move = 0.0 if in_warmup or jump > 2 else min(rise, 0.3)
@@ -138,8 +136,7 @@ class AutoLR:
             move = min(move, -min(2 * dtau * math.log((1 + e) / (1 + e / 2)), 0.2))
         move = min(move, -min(2 * dtau * min(cost - 2, 1.0), 0.2)) if cost > 2 else move
         self.scale *= math.exp(move)
-        # What an overshoot has displaced stays: from the old anchor the rate would look too high for ever. So renew it.
-        self.fallen = max(self.fallen - move, 0.0)
+        self.fallen = max(self.fallen - move, 0.0)  # what an overshoot has displaced stays: renew the anchor some time
 
     def smoothed_slope(self, loss: float) -> tuple[float, float]:
         """The mean of the rounds' slopes, of which each counts half of the next; and the same in standard errors."""
@@ -147,8 +144,7 @@ class AutoLR:
         if len(self.samples) == 1:  # cannot tell its own error; how far it is from those before can
             variance = (slope - usual) ** 2
         elif (variance := stdev(self.samples) ** 2 / len(self.samples)) > (bound := 9 * usual_variance) > 0:
-            # A round that has almost broken must not hide, by its error, what the next ones show.
-            slope, variance = usual + (slope - usual) * math.sqrt(bound / variance), bound
+            slope, variance = usual + (slope - usual) * math.sqrt(bound / variance), bound  # an outlier
         self.rounds.append((slope, variance, loss))
         b, variance = smoothed(self.rounds[self.num_forgotten :])
         return b, b / math.sqrt(variance / 3)  # weighted so, rounds have a third of one round's variance
@@ -164,6 +160,13 @@ class AutoLR:
         self.last = self.proven
         vector_to_parameters(self.proven[0].clone(), self.parameters)
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": copy.deepcopy(self.proven[1])})
+
+
+def allowance(size: float, num: int, least: float = 0.0) -> float:
+    """What a step may do: less in models that are large, or have large weights, 1 at 3M entries of 0.06."""
+    by_size = math.pow(num / 3e6, -0.8 if num > 3e6 else -0.4)  # the best rate falls about as a model's width grows
+    by_weights = math.pow(max(size / math.sqrt(num), 1e-3) / 0.06, -0.75)
+    return min(max(by_weights * max(by_size, least), 1 / 3), 6.0)
 
 
 def smoothed(rounds: list[tuple[float, float, float]]) -> tuple[float, float]:
@@ -184,13 +187,11 @@ def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, f
     bends = losses[num // 2 :].diff(2).abs()
     losses = losses.minimum(usual + 3 * (1 + 4 / len(bends)) * bends.quantile(0.5))
     half, late, slopes = losses[int(0.375 * num) : num // 2], losses[int(0.75 * num) :], slopes[int(0.75 * num) :]
-    # Noise is what a trend does not explain of three losses in a row; few of them tell little.
-    bends = losses[num // 2 :].diff(2).square() / 6
+    bends = losses[num // 2 :].diff(2).square() / 6  # noise is what no trend explains of three; few tell little
     deviation = float(bends.mean().sqrt()) * (1 + 2 / len(bends))
-    # Progress: the fall of the loss from the third eighth to the last quarter, in standard errors.
     drop, noise = float(half.mean() - late.mean()), deviation * math.sqrt(1 / len(late) + 1 / len(half))
     slope, error = float(slopes.mean()), math.sqrt(slopes.diff().square().mean() / 2 / len(slopes))
-    gain = max(drop, noise) / math.log(2)  # while the time grows e-fold: between the two it has doubled
+    gain = max(drop, noise) / math.log(2)  # of an e-fold time; from the third eighth to the last quarter it doubles
     cost, most = min(slope, max(slope - 2 * error, 0.0)) / gain, (slope + 2 * error) / gain
     return drop / noise, cost, most, slope, slope / error, float(losses[-1] - losses[-2]) / (math.sqrt(2) * deviation)
 
@@ -207,7 +208,7 @@ def clip(share: float) -> float:  # noqa: D103
 
 
 class Guard:
-    """Tells a broken round by its loss."""
+    """Tells a broken round by its loss, which stays up for 16 steps: outliers and momentum carry it up for less."""
 
     def __init__(self, interval: int) -> None:
         self.max_lost, self.num_in_vain, self.jump = max(math.ceil(16 / interval), 2), 0, 0.0
@@ -218,7 +219,6 @@ class Guard:
         self.num_lost = self.num_strikes = 0
 
     def is_broken(self, loss: float) -> bool:
-        # Up for fewer than 16 steps, momentum may have carried it there, or a batch of outliers.
         progress, self.num_in_vain = self.first - self.lowest, 0
         is_lost = progress > 10 * self.noise and loss > self.first - 0.1 * progress
         is_up = is_lost or (bool(self.recent) and loss > self.limit())

@@ -123,13 +123,13 @@ def test_caution_of_large_models_ends_alike(slope: float, update: float) -> None
     draw, interval = np.random.default_rng(0), 10
     want = readable(nn.Module(), SGD([nn.Parameter(torch.ones(1))], lr=1.0), 1000)
     controller, moved = LevelController(), []
-    want.start, want.noise, want.ease, state = 2.0, 0.01, 1 / 3, controller.init(1)
+    want.start, want.noise, state = 2.0, 0.01, controller.init(1)
     uncautious = controller.init(1)
     for step in range(interval, 700, interval):
         loss, before = 2 - 0.3 * math.log(step) + 0.005 * draw.normal(), want.scale
         want.num_steps, want.losses = step, [loss] * interval
         want.samples = (slope + 0.01 * draw.normal(size=interval)).tolist()
-        want.adapt(loss, update, in_warmup=False)
+        want.adapt(loss, update, 1 / 3, in_warmup=False)
         seen = Evidence(
             np.array([loss]), np.ones((1, 1)),
             (np.array([np.mean(want.samples)]), np.array([np.std(want.samples, ddof=1) / math.sqrt(interval)])),

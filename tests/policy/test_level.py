@@ -49,15 +49,29 @@ def trained(
         yield rate, level.update(step, sizes, rate, scheduled)
 
 
+def allowed(weights: float, num: float = 2e5) -> float:
+    """What a step may do by the model's size and that of its weights, 1 at 3M entries of 0.06; a third to 6."""
+    size = max(weights / math.sqrt(num), 1e-3)
+    exponent = 0.4 if num <= 3e6 else 0.8
+    return min(max(math.pow(0.06 / size, 0.75) * math.pow(3e6 / num, exponent), 1 / 3), 6.0)
+
+
+ADAM = SHARE * allowed(10.0) * 10 / 90 / 2.5
+"""The level of updates that all have a size of 30, with weights of 10."""
+
+
 def slow_level(rows: Sequence[tuple[float, float, float]], total: int | None) -> float:
     """Eq. 16, from (weights, update, rate) of all steps: 0.02 |w| / (largest u + 2 u of the last one).
 
-    In runs of fewer than 200 steps more, as their square root goes, and twice that at most.
+    In runs of fewer than 200 steps more, as their square root goes, and twice that at most. Times what the model
+    allows, and 2.5 times less where all updates have about one size.
     """
     short = 1.0 if total is None or total >= 200 else min(math.sqrt(200 / total), 2.0)
     measured = [(w, du / rate) for w, du, rate in rows if du > MEASURABLE * w]
     sizes = [u for _, u in measured]
-    return short * SHARE * measured[-1][0] / (max(sizes) + SETTLED * sizes[-1])
+    steady = min(max((min(sizes) / max(sizes) - 0.75) / 0.15, 0.0), 1.0)
+    weights = measured[-1][0]
+    return short * SHARE * allowed(weights) * weights / (max(sizes) + SETTLED * sizes[-1]) * math.pow(0.4, steady)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,42 +185,52 @@ def test_before_an_update_was_seen_rates_follow_two_guesses_and_stay_near_them(w
 
 
 @pytest.mark.parametrize(
-    ("num", "share"),
+    ("num", "size", "share"),
     [
-        (1, 3.0),
-        (2469, 3.0),
-        (12_500, 2.0),
-        (200_000, 1.0),
-        (2_000_000, 1.0),
-        (8_000_000, 0.5),
-        (18_000_000, 1 / 3),
-        (10**12, 1 / 3),
+        (3e6, 0.06, 1.0),
+        (3e6, 0.06 * 2**-0.4, 2**0.3),
+        (3e6, 0.06 * 2**0.4, 2**-0.3),
+        (3e6 / 32, 0.06, 4.0),
+        (3e6 * 2, 0.06, 2**-0.8),
+        (3e6 / 32, 0.06 * 16, 0.5),
+        (200, 0.06, 6.0),
+        (3e6, 1.0, 1 / 3),
+        (10**12, 0.06, 1 / 3),
     ],
 )
-def test_steps_of_large_models_begin_smaller_and_those_of_tiny_ones_larger(num: float, share: float) -> None:
-    """By the square root of their size beyond two million entries, down to a third; by the fourth below 200,000.
+def test_steps_begin_larger_in_small_models_and_with_small_weights(num: float, size: float, share: float) -> None:
+    """As number of entries and size of the weights go, and between a third and six times.
 
     Whether a schedule is followed does not go by what a large model should begin with.
     """
-    levels = [Level(1000), Level(1000, peak=1.0, hint=True)]
+    levels, weights = [Level(1000), Level(1000, peak=1.0, hint=True)], size * math.sqrt(num)
     for level in levels:
         for step in range(1, 100):
             rate = level.scale * level.share(step - 1)
-            level.update(step, Sizes(10.0, 10 * rate, 3.0, num), rate, 1.0)
-        assert level.lr == pytest.approx(share * SHARE * max(10.0, 1e-3 * math.sqrt(num)) / 30, rel=1e-4)
+            level.update(step, Sizes(weights, weights * rate * (0.5 if step == 9 else 1.0), 3.0, num), rate, 1.0)
+        assert level.lr == pytest.approx(share * SHARE / 3)
+        assert [level.allowance, allowed(weights, num)] == pytest.approx([share, share])
     usual = levels[1].lr / min(share, 1.0)
     for ratio, follows in ((7.9, True), (8.1, False), (1 / 7.9, True), (1 / 8.1, False)):
         levels[1].peak = ratio * usual
         assert levels[1].follows_hint is follows
 
 
-def test_a_state_of_an_earlier_version_has_neither_caution_nor_room() -> None:
-    state = Level(1000).state_dict()
-    del state["caution"], state["room"], state["watched"]
+@pytest.mark.parametrize(("smallest", "less"), [(0.5, 1.0), (0.74, 1.0), (0.825, 2.5**0.5), (0.91, 2.5), (1.0, 2.5)])
+def test_updates_that_never_shrink_begin_smaller(smallest: float, less: float) -> None:
+    level = Level(1000)
+    for _ in trained(level, lambda step: 30 * (smallest if step == 7 else 1.0), 100):
+        pass
+    assert level.lr == pytest.approx(2.5 * ADAM / less)
+
+
+@pytest.mark.parametrize(("parts", "allowance"), [({}, 1.0), ({"caution": 0.5, "room": 1.0}, 0.5)])
+def test_a_state_of_an_earlier_version_has_no_allowance(parts: dict[str, float], allowance: float) -> None:
+    state = {**Level(1000).state_dict(), **parts}
+    del state["allowance"], state["smallest"], state["watched"]
     loaded = Level.from_state(state)
     assert loaded is not None
-    assert not loaded.watched
-    assert loaded.caution == loaded.room == 1.0
+    assert (loaded.watched, loaded.allowance, loaded.smallest) == (False, allowance, 0.0)
 
 
 def test_weights_that_start_from_zero_have_some_size() -> None:
@@ -214,7 +238,7 @@ def test_weights_that_start_from_zero_have_some_size() -> None:
     for step in range(1, 100):
         rate = level.scale * level.share(step - 1)
         level.update(step, Sizes(0.0 if step == 1 else 1e-9, 10 * rate, 3.0, 2e5), rate, 1.0)
-    assert level.lr == pytest.approx(SHARE * 1e-3 * math.sqrt(2e5) / 30)
+    assert level.lr == pytest.approx(SHARE * allowed(0.0) * 1e-3 * math.sqrt(2e5) / 30 / 2.5)
 
 
 # -- the warm-up ----------------------------------------------------------------------------------------------------
@@ -235,14 +259,14 @@ def test_the_warm_up_is_a_line_that_ends_at_one(total: int | None) -> None:
 def test_where_held_out_data_have_a_say_a_tiny_model_takes_two_more_warm_ups() -> None:
     level = Level(1000, watched=True)
     rates, said = zip(*trained(level, KINDS["Adam"], 300, num=12_500), strict=True)
-    assert level.room == 2
+    assert (allowed(10.0, 12_500), room := level.allowance) == (6.0, 2.0)
     warm, after = level.warm_steps, range(NUM_FIRST, 300)
-    shares = [min((step + 1) / warm, 1.0) * 2 ** -min(max((3 - (step + 1) / warm) / 2, 0.0), 1.0) for step in after]
+    shares = [min((step + 1) / warm, 1.0) * room ** -min(max((3 - (step + 1) / warm) / 2, 0.0), 1.0) for step in after]
     assert rates[NUM_FIRST:] == pytest.approx([level.lr * share for share in shares])
-    assert (rates[warm - 1], rates[3 * warm - 1]) == (pytest.approx(level.lr / 2), level.lr)
+    assert (rates[warm - 1], rates[3 * warm - 1]) == (pytest.approx(level.lr / room), level.lr)
     told = [text for text in said if text]
     assert told == [
-        f"the learning rate starts from {level.lr / 2:.3g}, at which a step changes the weights by about 0.7%, and "
+        f"the learning rate starts from {level.lr / room:.3g}, at which a step changes the weights by about 0.3%, and "
         f"reaches {level.lr:.3g} at step {3 * warm}"
     ]
     far = Level(1000, peak=100 * level.lr, hint=True, watched=True)
@@ -250,7 +274,7 @@ def test_where_held_out_data_have_a_say_a_tiny_model_takes_two_more_warm_ups() -
         f"{far.lr:.3g}; the schedule is rescaled to it, which is reached at step {3 * warm}"
     )
     small = Level(1000, watched=True)
-    rates, _ = zip(*trained(small, KINDS["Adam"], 70), strict=True)
+    rates, _ = zip(*trained(small, KINDS["Adam"], 70, weights=1e4, num=3e7), strict=True)
     assert rates[-1] == small.lr
 
 
@@ -266,7 +290,7 @@ def test_a_schedule_that_warms_up_has_its_own_way() -> None:
     level = Level(200, peak=0.1, warms_up=True, hint=True)
     for _ in trained(level, lambda step: 1e4, 30, schedule=lambda step: min((step + 1) / 20, 1.0)):
         assert level.share(20) == 1.0
-    assert level.scale == pytest.approx(SHARE * 10 / 3e4 / 0.1)
+    assert level.scale == pytest.approx(ADAM * 30 / 1e4 / 0.1)
 
 
 # -- a hint ---------------------------------------------------------------------------------------------------------
@@ -278,7 +302,7 @@ def test_a_schedule_that_warms_up_has_its_own_way() -> None:
 @example(log_off=-math.log10(7.9))
 @example(log_off=-math.log10(8.1))
 def test_a_peak_is_followed_within_a_factor_of_eight(log_off: float) -> None:
-    found = SHARE * 10 / 90  # of Adam, as above
+    found = ADAM
     off = 10**log_off
     assume(abs(log_off) > 1e-9)
     level = Level(200, peak=found * off, hint=True)
@@ -286,7 +310,9 @@ def test_a_peak_is_followed_within_a_factor_of_eight(log_off: float) -> None:
     if 1 / TRUST * (1 + 1e-9) <= off <= TRUST * (1 - 1e-9):
         assert (level.scale, level.follows_hint) == (1.0, True)
         bent = off > 1
-        assert [text.startswith("the schedule is approached from 0.00222 instead of") for text in said] == [True] * bent
+        assert [text.startswith(f"the schedule is approached from {found:.3g} instead of") for text in said] == [
+            True
+        ] * bent
         # In the first and the last of 12 steps of warm-up, halfway from there to three warm-ups, and at their end.
         expected = [1 / off / 12, 1 / off, off**-0.5, 1.0] if bent else [1.0] * 4
         assert [level.share(step) for step in (0, 11, 23, 35)] == pytest.approx(expected)
@@ -294,13 +320,13 @@ def test_a_peak_is_followed_within_a_factor_of_eight(log_off: float) -> None:
         assert level.scale == pytest.approx(1 / off)
         assert said == [
             f"the schedule's peak of {level.peak:.3g} is {off:.2g} times the learning rate that the size of the "
-            "updates suggests, 0.00222; the schedule is rescaled to it"
+            f"updates suggests, {found:.3g}; the schedule is rescaled to it"
         ]
 
 
 def test_without_a_hint_the_start_is_told() -> None:
     said = [text for _, text in trained(Level(200), KINDS["Adam"], 50) if text]
-    assert said == ["the learning rate starts from 0.00222, at which a step changes the weights by about 0.7%"]
+    assert said == [f"the learning rate starts from {ADAM:.3g}, at which a step changes the weights by about 1.6%"]
 
 
 # -- the state ------------------------------------------------------------------------------------------------------

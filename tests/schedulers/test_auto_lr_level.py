@@ -384,7 +384,7 @@ def _level() -> float:
         ("one cycle", TRUST / 3.0),
         ("cosine", 1.5),
         ("warm-up from 0", 1.5),
-        ("warm-up from 0", 0.9),
+        ("warm-up from 0", 0.4),
         ("constant", TRUST / 3.0),
     ],
 )

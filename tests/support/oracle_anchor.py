@@ -39,8 +39,8 @@ class AnchorScenario(Scenario):
     up: float = 0.2
     sprint: float = 0.5
     down: float = 1.0
-    pace: float = 2.0
-    max_update: tuple[float, float] | None = (0.008, 0.02)
+    pace: float = 1.5
+    max_update: tuple[float, float] | None = (0.005, 0.008)
     start_steps: int = 0
     hold_share: float = 0.1
     scale_bounds: tuple[float, float] = (1e-6, 1e6)
@@ -116,19 +116,17 @@ class Found(NamedTuple):
         return rising * math.exp(math.log(self.below) * between(-num_steps, -3 * warm, -warm))
 
 
-def caution_of(num_entries: int) -> float:
-    """Steps of a large model, beside those of a small one."""
-    return min(max(math.sqrt(2e6 / num_entries), 1 / 3), 1.0)
+def allowance_of(weights: float, num_entries: int, most_taken: float = math.inf) -> float:
+    """What a step may do, by the size of the model and of its weights, the former of which takes off ``most_taken``."""
+    times = num_entries / 3e6
+    taken = min(times**0.4 if times <= 1 else times**0.8, most_taken)
+    size = max(weights / math.sqrt(num_entries), 1e-3)
+    return float(np.clip((0.06 / size) ** 0.75 / taken, 1 / 3, 6))
 
 
-def room_of(num_entries: int) -> float:
-    """And those of a tiny one, beside those of 200,000 entries: as its width, the fourth root of their number."""
-    return min(max(math.sqrt(math.sqrt(2e5 / num_entries)), 1.0), 3.0)
-
-
-def share_of(s: AnchorScenario, num_entries: int) -> float:
-    """And those of a short run, beside those of a long one."""
-    return caution_of(num_entries) * min(math.sqrt(max(200 / s.total_steps, 1.0)), 2.0)
+def share_of(s: AnchorScenario) -> float:
+    """What one of a short run has to do, beside one of a long run."""
+    return min(math.sqrt(max(200 / s.total_steps, 1.0)), 2.0)
 
 
 def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Found:
@@ -151,10 +149,11 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     if not ratios:
         return Found(scale)
     done = updates[-1].step >= max(warm, 4)
-    caution = caution_of(num_entries)
-    lr = 0.02 * room_of(num_entries) * share_of(s, num_entries) * weights / (max(ratios) + 2 * ratios[-1])
+    allowed = allowance_of(weights, num_entries)
+    of_one_size = between(min(ratios) / max(ratios), 0.75, 0.9)
+    lr = 0.02 * 0.4**of_one_size * allowed * share_of(s) * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
-    if not s.constant and 1 / 8 <= lr / caution / peak <= 8:
+    if not s.constant and 1 / 8 <= lr / min(allowed, 1.0) / peak <= 8:
         return Found(1.0, True, done, lr < peak and not warms_up_itself, below=min(lr / peak, 1.0))
     return Found(lr / peak, True, done, not warms_up_itself, followed=False)
 
@@ -407,6 +406,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
             told.in_warmup = not level.done or (level.followed and eta[0] > before * (1 + 1e-6) > 0)
             if acting:
                 num_steps, start = num_done - begun, None
+                allowed = allowance_of(weights, num_entries, 1 / 0.3)
                 if len(first_losses) == 4:
                     first = float(np.mean(first_losses))
                     noise = max(float(np.std(first_losses, ddof=1)), abs(first) / 1000)
@@ -416,8 +416,8 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                     shown = Shown(
                         loss=float(np.mean(losses)),
                         start=start,
-                        update=change / weights / share_of(scenario, num_entries) if scenario.level and due else None,
-                        ease=caution_of(num_entries) / room_of(num_entries),
+                        update=change / weights / allowed / share_of(scenario) if scenario.level and due else None,
+                        ease=min(allowed / 3, 1.0),
                         in_warmup=told.in_warmup,
                         elapsed=min(math.log(num_done / max(begun, 1)), 0.7),
                         progress=num_done / hold,

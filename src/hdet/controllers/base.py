@@ -22,10 +22,10 @@ class Evidence(NamedTuple):
         elapsed: by how much the logarithm of the time since the start has grown in this round.
         start: mean loss before training, and the standard error of its difference from the losses of a round; None
             where no losses are known.
-        update: size of an update, relative to that of the weights, over what a step of a large model has to do less,
-            and of a short run more (Eq. 16); None where it was not measured.
-        ease: what the update is to be multiplied by where a larger one surely costs little: a step of a large model
-            has to do less no longer, one of a tiny model may do more (Eq. 17).
+        update: size of an update, relative to that of the weights, over the model's allowance and what a step of a
+            short run has to do more (Eq. 16); None where it was not measured.
+        ease: what the update is to be multiplied by where a larger one surely costs little: it has the allowance of a
+            small model then (Eq. 17).
         level: what the scales started from.
         given: whether scales of 1 are a schedule that somebody has chosen, and that is not far below the first level.
         progress: share of the time in which base values may move that has passed; None where its length is unknown.

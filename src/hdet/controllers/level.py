@@ -45,8 +45,8 @@ CHEAP, LATE = (0.3, 0.1), (0.2, 0.5)
 which the knob may move between which this comes to count: the decay removes the cost of noise, damage of the first
 steps stays."""
 SURELY_CHEAP, SUPPORTED = (0.1, 0.05), (0.0, -0.05)
-"""Of what cost over gain is at most: below, updates of a large model may grow to those of a small one, and those of a
-tiny one by its room; and count as small beside those."""
+"""Of what cost over gain is at most: below, updates of a large model may grow to those of a small one; and count as
+small beside those."""
 CHOSEN = 3.0
 """Times a schedule that somebody has chosen, up to which optimism fades out."""
 ROOM, MORE = 4.0, (0.0, -0.3)
@@ -169,20 +169,19 @@ class LevelController:
         pace: c >= 0, how far optimism moves the logarithm while the time since the start grows e-fold.
         optimism: z0 > 0, how many standard errors of evidence against it a higher value needs, at first and at the end
             of the time in which it may move; their mean in a run of unknown length.
-        max_update: the size of an update, relative to the weights, at which rises end: in the first tenth of the time
-            in which the learning rate may move, and after seven tenths of it; None for no bound. Updates of models
-            above 2M parameters count as larger, by as much as Eq. 16 wants them smaller, those of runs below 200 steps
-            as smaller. For large models this ends as b over the gain, plus two standard errors, goes from 0.1 to 0.05,
-            for h from 0 to -0.05; and those of models below 200,000 come to count as smaller, by as much as Eq. 16
-            wants them larger. Below a schedule that was given, the bound widens to 4 times as that goes to -0.3.
+        max_update: the size of an update, relative to the weights and over the allowance of the model (Eq. 16), at
+            which rises end: in the first tenth of the time in which the learning rate may move, and after seven tenths
+            of it; None for no bound. Updates of runs below 200 steps count as smaller. An allowance below that of a
+            small model, 3, grows to it as b over the gain, plus two standard errors, goes from 0.1 to 0.05, for h from
+            0 to -0.05. Below a schedule that was given, the bound widens to 4 times as that goes to -0.3.
     """
 
     def __init__(
         self,
         *,
-        pace: float = 2.0,
+        pace: float = 1.5,
         optimism: tuple[float, float] = (2.5, 1.0),
-        max_update: tuple[float, float] | None = (0.008, 0.02),
+        max_update: tuple[float, float] | None = (0.005, 0.008),
     ) -> None:
         require(number(pace) >= 0, "pace", "a finite number >= 0", pace)
         require(_is_pair(optimism), "optimism", "a pair of finite numbers > 0", optimism)

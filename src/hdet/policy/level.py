@@ -1,9 +1,9 @@
 """The first learning rate, from the size of the updates (Eq. 16). Numbers only.
 
-A step that changes the weights by somewhat less than a hundredth of their size, in large models by a third of that and
-in tiny ones by up to three times as much, is a sensible first one for every optimizer; the learning rate that does so
-follows from one measured update. So the first steps are taken at a negligible rate, which tells the size of an update
-per unit of learning rate, and the rate then rises along the warm-up.
+A step that changes the weights by a hundredth of their size, in large models by a third of a hundredth and in tiny ones
+by several, is a sensible first one for every optimizer; the learning rate that does so follows from one measured
+update. So the first steps are taken at a negligible rate, which tells the size of an update per unit of learning rate,
+and the rate then rises along the warm-up.
 Every step trains, and none is taken back.
 """
 
@@ -16,15 +16,22 @@ from typing import Any, NamedTuple
 from hdet.checks import flag_of, mapping_of, number, shown, whole_of
 
 SHARE = 0.02
-"""delta of Eq. 16. Updates that all have one size change the weights by a third of it, 0.67%, at the level."""
+"""delta of Eq. 16, of a model whose allowance is 1. Adam's updates shrink as noise averages out: at the level they
+change the weights by 0.7% to 2% then."""
 SHORT_RUN, MOST = 200, 2.0
 """Steps of a run below which each has to do more, by the square root; and at most so many times more."""
-SMALL_MODEL, LEAST = 2e6, 1 / 3
-"""Entries of a model above which a step has to do less, by the square root; and at least so many times as much. The
-best learning rate falls with the width of a model, the size of its weights less or not at all."""
-TINY_MODEL, WIDTH, MOST_ROOM = 2e5, 0.25, 3.0
-"""Entries of a model below which a step may do more, by this power of their number, which is about the root of its
-width; and at most so many times more."""
+LARGE_MODEL, SIZE_POWER, BEYOND = 3e6, -0.4, 2.0
+"""Entries of a model whose allowance is 1, the power of their number that it goes with, and how many times as fast it
+falls beyond. The best learning rate falls about as a model's width grows, and their number grows as its square."""
+USUAL_WEIGHTS, WEIGHTS_POWER = 0.06, -0.75
+"""Root mean square of weights of the same, and the power of theirs. The best learning rate depends on the size of the
+weights much less than in proportion: embeddings that start at 1 do not bear steps 16 times as large."""
+LEAST, MOST_ROOM, MOST_WATCHED, LEAST_SIZE = 1 / 3, 6.0, 2.0, 0.3
+"""Bounds of the allowance, the third where held-out data have a say; and what the number of entries takes off the bound
+on updates at most."""
+STEADY, IS_STEADY = 2.5, (0.75, 0.9)
+"""What the level of updates that never shrink, as Lion's and Muon's, is divided by; and of their smallest size over the
+largest one: between the two this comes to count."""
 SETTLED = 2.0
 """What the last update counts beside the largest one: updates of a fixed size, as Lion's, add up to more than those
 that shrink as noise averages out, as Adam's."""
@@ -44,9 +51,9 @@ MAX_TRIES = 20
 TRUST = 8.0
 """A schedule is followed as it is where its peak is within this factor of the first level."""
 APPROACH = 3.0
-"""Warm-ups after which a schedule is followed as it is where its peak is above the first level; and after which a tiny
-model has its room where held-out data have a say. A few steps at a high rate before that would cost more than the whole
-approach."""
+"""Warm-ups after which a schedule is followed as it is where its peak is above the first level; and after which a small
+model has its allowance where held-out data have a say. A few steps at a high rate before that would cost more than the
+whole approach."""
 WARM_SHARE, MAX_WARM, UNKNOWN_WARM = 0.06, 500, 50
 """Of the run: the steps in which the learning rate rises from zero; at most, and in a run of unknown length."""
 NUM_FIRST = 4
@@ -79,24 +86,28 @@ class Sizes(NamedTuple):
         return math.isfinite(self.update) and self.update > MEASURABLE * self.floored
 
     @property
-    def caution(self) -> float:
-        """What a step has to do beside one of a small model."""
-        return min(max(math.sqrt(SMALL_MODEL / max(self.num, 1.0)), LEAST), 1.0)
-
-    @property
-    def room(self) -> float:
-        """What a step of a tiny model may do beside one of a small model."""
-        return min(max(math.pow(TINY_MODEL / max(self.num, 1.0), WIDTH), 1.0), MOST_ROOM)
-
-    @property
-    def ease(self) -> float:
-        """What an update counts as where a larger one surely costs little: as one of a small model."""
-        return self.caution / self.room
+    def allowance(self) -> float:
+        """What a step may do beside one of a model of 3M entries whose weights have the usual size."""
+        return self._allowance(0.0)
 
     @property
     def relative(self) -> float:
-        """The update beside the weights, over what a step of a large model has to do less."""
-        return self.update / max(self.weights, 1e-300) / self.caution
+        """The update beside the weights, over its allowance."""
+        return self.update / max(self.weights, 1e-300) / self._allowance(LEAST_SIZE)
+
+    @property
+    def ease(self) -> float:
+        """What that is to be multiplied by where a larger one surely costs little: it counts as one of a small model's.
+
+        A small model has an allowance of 3.
+        """
+        return min(self._allowance(LEAST_SIZE) / 3, 1.0)
+
+    def _allowance(self, least: float) -> float:
+        num = max(self.num, 1.0)
+        by_weights = math.pow(max(self.floored / math.sqrt(num), 1e-30) / USUAL_WEIGHTS, WEIGHTS_POWER)
+        by_size = math.pow(num / LARGE_MODEL, SIZE_POWER * (BEYOND if num > LARGE_MODEL else 1.0))
+        return min(max(by_weights * max(by_size, least), LEAST), MOST_ROOM)
 
 
 class Level:
@@ -132,8 +143,8 @@ class Level:
         """Of an update, at the level."""
         self.peak, self.given, self.hint, self.warms_up, self.watched = peak, given, hint, warms_up, watched
         self.scale = _bounded(PROBE_LR / peak)
-        self.largest = self.last = self.lr = self._weights = 0.0
-        self.caution = self.room = 1.0
+        self.largest = self.smallest = self.last = self.lr = self._weights = 0.0
+        self.allowance = 1.0
         self.num_tries = 0
         self.found = self.gave_up = self.done = False
         self._probed = 0.0
@@ -141,13 +152,13 @@ class Level:
     @property
     def follows_hint(self) -> bool:
         """Whether the schedule's own peak is the level."""
-        usual = self.lr / self.caution  # caution is for a rate that nobody has chosen
+        usual = self.lr / min(self.allowance, 1.0)  # caution is for a rate that nobody has chosen
         return self.hint and (self.gave_up or 1 / TRUST <= usual / self.peak <= TRUST)
 
     @property
     def _unroomed(self) -> float:
         """What the warm-up ends at, of the level."""
-        return 1 / self.room if self.watched and not self.follows_hint else 1.0
+        return 1 / max(self.allowance, 1.0) if self.watched and not self.follows_hint else 1.0
 
     @property
     def _until(self) -> int:
@@ -161,7 +172,7 @@ class Level:
         """Of the level, in the step after ``step``: the warm-up, where the schedule has none of its own.
 
         The peak of a schedule that is followed counts as the level; where it is above the one that was found, the share
-        goes on from there, and is 1 after three warm-ups. So it does from the level of a larger model to that of a tiny
+        goes on from there, and is 1 after three warm-ups. So it does from the level of a large model to that of a small
         one, where losses on held-out data will be known: they are to have a say before.
         """
         if not self.found or (self.follows_hint and self.lr >= self.peak):
@@ -190,7 +201,8 @@ class Level:
         else:
             self._measure(sizes, rate)
         if self.found and not self.done and self.largest > 0:
-            share = self.size * self.caution * self.room
+            steady = (self.smallest / self.largest - IS_STEADY[0]) / (IS_STEADY[1] - IS_STEADY[0])
+            share = self.size * self.allowance / STEADY ** min(max(steady, 0.0), 1.0)
             self.lr = _bounded(share * self._weights / (self.largest + SETTLED * self.last))
             self.scale = 1.0 if self.follows_hint else _bounded(self.lr / self.peak)
         if step >= max(self.warm_steps, NUM_FIRST) and (self.found or self.gave_up) and not self.done:
@@ -225,8 +237,10 @@ class Level:
             return
         if sizes.is_measurable:
             self.last = _bounded(sizes.update / rate)
+            self.smallest = min(self.smallest, self.last) if self.largest else self.last
             self.largest = max(self.largest, self.last)
-            self._weights, self.caution, self.room = sizes.floored, sizes.caution, sizes.room
+            self._weights = sizes.floored
+            self.allowance = min(sizes.allowance, MOST_WATCHED if self.watched else MOST_ROOM)
 
     def _say(self) -> str:
         if self.gave_up:
@@ -264,11 +278,13 @@ class Level:
         found: Mapping[str, Any] = mapping_of(state, "level")
         for name in ("warm_steps", "num_tries"):
             whole_of(found[name], name)
-        found = {"caution": 1.0, "room": 1.0, "watched": False, **found}  # states of earlier versions have none
-        for name in ("size", "peak", "given", "scale", "caution", "room"):
+        # States of earlier versions have none of these.
+        allowance = found.get("caution", 1.0) * found.get("room", 1.0)
+        found = {"allowance": allowance, "smallest": 0.0, "watched": False, **found}
+        for name in ("size", "peak", "given", "scale", "allowance"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
-        for name in ("largest", "last", "lr", "_probed", "_weights"):
+        for name in ("largest", "smallest", "last", "lr", "_probed", "_weights"):
             if not number(found[name]) >= 0:
                 raise ValueError(f"{name} of the level must be a finite number >= 0, but got {shown(found[name])}")
         for name in ("hint", "warms_up", "watched", "found", "gave_up", "done"):

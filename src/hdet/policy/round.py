@@ -348,7 +348,7 @@ class RoundPolicy:
         return level is not None and level.hint and (level.follows_hint or level.lr < level.peak)
 
     def _update(self, seen: Seen, share: float) -> float | None:
-        """Of the round's last step, beside the weights and as of a small model in a long run."""
+        """Of the round's last step, beside the weights, over the allowance of the model, as of a long run."""
         if seen.sizes is None:
             return None
         more = 1.0 if self.level is None else self.level.size / SHARE

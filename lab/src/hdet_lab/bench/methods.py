@@ -19,7 +19,7 @@
   best has a one-cycle over the other half.
 - ``population``: population-based training of four workers with the whole batch each, four times the compute.
 
-On halves C to E ``grid``, ``autolr`` and ``adam`` have ``torch.optim.AdamW`` at its defaults (betas 0.9, 0.999; decay
+On halves C to F ``grid``, ``autolr`` and ``adam`` have ``torch.optim.AdamW`` at its defaults (betas 0.9, 0.999; decay
 0.01), where a name ends so SGD with momentum or Lion. The grid has twice and half its best too, which random search
 never draws. Besides:
 
@@ -28,7 +28,7 @@ never draws. Besides:
   its abstract and summaries, searching in the first half of a cosine. ``schedule-free-plus``: as its authors' code, 10%
   warm-up.
 - ``muon``: its author's 0.02 for hidden matrices, Adam at 0.0003 for the rest, under WSD. ``step-law``: its formula,
-  under a cosine.
+  under a cosine. ``autolr-adamw``, ``autolr-muon``: AutoLR around the optimizer of ``adamw`` and of ``muon``.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def run_method(bench: Bench, method: str) -> Records:
         "halving": lambda: _halving(bench),
         "population": lambda: _population(bench),
         "muon": lambda: bench.train(_fixed(bench.seeds, [MUON_LR], ["wsd"]), "author-muon"),
+        "autolr-adamw": lambda: bench.train(_auto(bench), "adamw"),
+        "autolr-muon": lambda: bench.train(_auto(bench), "author-muon"),
         "step-law": lambda: bench.train(_fixed(bench.seeds, [_step_law(bench)], ["cosine"]), bench.entry.optimizer),
         **{name: functools.partial(run_loop, bench, name) for name in PLAIN_LOOPS},
     }

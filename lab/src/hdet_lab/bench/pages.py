@@ -42,15 +42,16 @@ SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-
 DRAWN = ("autolr", "adam", "nadamw", "schedule-free", "prodigy", "mechanic", "search-4", "search-8")
 
 _LABEL = """\
-The aims are meant for tasks that were never looked at (halves D and E), of which there are no records. AutoLR's
+The aims are meant for tasks that were never looked at (halves D to F), of which there are no records. AutoLR's
 settings were looked at on every task here; defaults of rivals were chosen on half A alone. So the figures describe
 these tasks, and judge nothing about others."""
 _JUDGED = """\
-Half {half} judges AutoLR: its code was fixed before the tasks were written, and was run on them once.{before} AutoLR's
-other settings were looked at on halves A and B; defaults of rivals were chosen on half A."""
+Half {half} judges AutoLR: its tasks were written without a look at the code, which was run on them once.{before}
+Defaults of rivals were chosen on half A."""
 _BEFORE = {
     "D": " Half C had judged an\nearlier version (+19.77%); three rules were changed on it since.",
     "E": " Halves C and D\nhad judged earlier versions (+19.77%, +2.64%), and rules were changed since.",
+    "F": " Halves C to E\nhad judged earlier versions (+19.77%, +2.64%, +8.76%), and rules were changed since.",
 }
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
@@ -127,7 +128,7 @@ def _figure(task: TaskSummary) -> str:
 
 
 def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, current: Collection[str]) -> str:
-    halves = {half: [task for task in tasks if task.record.half == half] for half in "EDCBA"}
+    halves = {half: [task for task in tasks if task.record.half == half] for half in "FEDCBA"}
     judged_tasks = _judged(tasks)
     judged = judged_tasks[0].record.half if judged_tasks else "B"
     others = {f"half {half}": outside(part) for half, part in halves.items() if part and "B" < half < judged}
@@ -164,8 +165,8 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
 
 
 def _judged(tasks: Sequence[TaskSummary]) -> list[TaskSummary]:
-    """The last half there is, of B to E."""
-    last = max((task.record.half for task in tasks if task.record.half in "BCDE"), default="B")
+    """The last half there is, of B to F."""
+    last = max((task.record.half for task in tasks if task.record.half in "BCDEF"), default="B")
     return [task for task in tasks if task.record.half == last]
 
 
@@ -255,7 +256,7 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
     """A table of the half that judges, a line for each of the others."""
     judging = {task.record.name for task in _judged(tasks)}
     rows, others = [], dict[str, list[str]]()
-    for task in sorted(tasks, key=lambda task: -"ABCDE".find(task.record.half)):
+    for task in sorted(tasks, key=lambda task: -"ABCDEF".find(task.record.half)):
         record, (shape, lr) = task.record, task.record.best()
         mine = "autolr" in task.excess
         name = marked(f"[{record.name}]({_figure(task)})" if mine else record.name, "autolr", [task], current)

@@ -176,6 +176,7 @@ MethodName = Literal[
     "grid", "autolr", "adamw-grid", "adamw", "prodigy", "schedule-free", "schedule-free-grid", "d-adaptation",
     "finder", "halving", "nadamw-grid", "nadamw", "mechanic", "dog", "schedule-free-autolr", "population",
     "autolr-held-out", "greedy", "plateau", "adalrs", "schedule-free-plus", "muon", "step-law",
+    "autolr-adamw", "autolr-muon",
 ]  # fmt: skip
 CALIBRATIONS: dict[str, str] = {"adamw": "adamw-grid", "nadamw": "nadamw-grid"}
 """Methods at one default for all tasks, and the grid on half A that it is chosen from."""
@@ -192,7 +193,7 @@ NOTHING_SET = (
 OF_ANY_OPTIMIZER = ("grid", "autolr")
 PLAIN_LOOPS = ("greedy", "plateau", "adalrs", "schedule-free-plus")
 """Rivals that act on the loss of each step."""
-ONLY_ON_C = (*PLAIN_LOOPS, "muon", "step-law")
+ONLY_ON_C = (*PLAIN_LOOPS, "muon", "step-law", "autolr-adamw", "autolr-muon")
 NOT_ON_C = ("schedule-free-grid", "schedule-free-autolr", "population", "autolr-held-out")
 LANGUAGE_MODELS = ("wikitext-gpt",)
 """Entries of half C on which Step Law says something."""
@@ -201,7 +202,7 @@ _RANKS: dict[str, int] = {
     "adamw-grid": 0, "grid": 1, "autolr": 1, "adamw": 1, "prodigy": 1, "schedule-free": 1, "schedule-free-grid": 3,
     "d-adaptation": 3, "finder": 3, "halving": 3, "nadamw-grid": 3, "nadamw": 4, "mechanic": 4, "dog": 4,
     "schedule-free-autolr": 4, "population": 5, "autolr-held-out": 5, "greedy": 4, "plateau": 4, "adalrs": 4,
-    "schedule-free-plus": 4, "muon": 4, "step-law": 4,
+    "schedule-free-plus": 4, "muon": 4, "step-law": 4, "autolr-adamw": 4, "autolr-muon": 4,
 }  # fmt: skip
 METHODS = tuple(_RANKS)
 

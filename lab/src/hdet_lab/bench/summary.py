@@ -51,10 +51,18 @@ LABELS = {
     "adalrs": "AdaLRS",
     "schedule-free-plus": "Schedule-Free+",
     "muon": "Muon at its author's default",
+    "autolr-adamw": "AutoLR around that AdamW",
+    "autolr-muon": "AutoLR around that Muon",
     "step-law": "Step Law",
     **{f"search-{size}": f"random search of {size}" for size in SWEEP_SIZES},
 }
-COMPUTE = {"autolr-held-out": "1", "population": "4", **{f"search-{size}": str(size) for size in SWEEP_SIZES}}
+COMPUTE = {
+    "autolr-held-out": "1",
+    "autolr-adamw": "1",
+    "autolr-muon": "1",
+    "population": "4",
+    **{f"search-{size}": str(size) for size in SWEEP_SIZES},
+}
 
 
 @dataclass(frozen=True)
