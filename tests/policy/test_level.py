@@ -259,7 +259,8 @@ def test_the_warm_up_is_a_line_that_ends_at_one(total: int | None) -> None:
 def test_where_held_out_data_have_a_say_a_tiny_model_takes_two_more_warm_ups() -> None:
     level = Level(1000, watched=True)
     rates, said = zip(*trained(level, KINDS["Adam"], 300, num=12_500), strict=True)
-    assert (allowed(10.0, 12_500), room := level.allowance) == (6.0, 2.0)
+    room = level.allowance
+    assert (allowed(10.0, 12_500), room) == (6.0, 2.0)
     warm, after = level.warm_steps, range(NUM_FIRST, 300)
     shares = [min((step + 1) / warm, 1.0) * room ** -min(max((3 - (step + 1) / warm) / 2, 0.0), 1.0) for step in after]
     assert rates[NUM_FIRST:] == pytest.approx([level.lr * share for share in shares])
