@@ -30,7 +30,7 @@ class AutoLR:
         self.interval, self.warm_steps = min(max(total_steps // 100, 4), 50), min(max(int(0.06 * total_steps), 1), 500)
         self.hold_from = 0.7 * total_steps  # the decay begins, and the scale holds still
         self.share = min(math.sqrt(max(200 / total_steps, 1.0)), 2.0)  # a step of a short run does more
-        self.level, self.sizes = 1e-12, list[float]()  # the first step shows the gradient, and moves next to nothing
+        self.level, self.sizes, self.most = 1e-12, list[float](), 6.0  # the first step moves next to nothing
         self.searching, self.scale, self.fallen = True, 1.0, 0.0  # while searching for the level, a step is a round
         self.losses, self.samples, self.first_losses = list[float](), list[float](), list[float]()  # of steps
         self.rounds: list[tuple[float, float, float]] = []  # slope, its variance, and loss of each since the anchor
@@ -77,7 +77,7 @@ class AutoLR:
             if self.guard.num_in_vain:  # the data have changed: the rate was not the cause, and the path begins here
                 self.scale, self.fallen = 2.0**self.guard.num_in_vain * self.scale, 2.0
             elif step <= self.hold_from:
-                may = allowance(float(self.before.norm()), len(update), 0.3)
+                may = allowance(float(self.before.norm()), len(update), self.most, 0.3)
                 size = float(update.norm() / self.before.norm()) / self.share / may
                 self.adapt(loss, size, min(may / 3, 1.0), in_warmup=step < warm_until)
             if self.fallen >= 2:
@@ -91,13 +91,14 @@ class AutoLR:
             self.guard.expect(self.start, 2 * self.noise)  # four losses know their own noise badly
 
     def measure_level(self, update: Tensor) -> None:
-        """Eq. 16: level x (largest + 2 last) = delta |theta|."""
+        """Eq. 16: level x (largest + 2 last) = delta |theta|. Adam's updates shrink, those of momentum grow."""
         size = max(float(self.before.norm()), 1e-3 * (root := math.sqrt(len(update))))  # zeros have none of their own
         if update.norm() > 1e-6 * size:  # less is lost in rounding
-            # Per unit of learning rate. Adam's shrink as noise averages out, those of momentum grow: the last counts.
             self.sizes.append(last := float(update.norm()) / self.optimizer.param_groups[0]["lr"])
             steady = clip((min(self.sizes) / max(self.sizes) - 0.75) / 0.15)  # as Lion's, which never become smaller
-            delta = 0.02 * self.share * allowance(size, len(update)) / 2.5**steady
+            if len(self.sizes) == 1 and 0.3 <= last / float(self.gradient.norm()) <= 8:  # SGD's, which batches change
+                self.most = 6.0 if 0.3 <= last / root <= 1.05 else 2.0  # Adam's begin as signs
+            delta = 0.02 * self.share * allowance(size, len(update), self.most) / 2.5**steady
             self.level = delta * size / (max(self.sizes) + 2 * last)
         elif not self.sizes:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
             aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
@@ -162,11 +163,10 @@ class AutoLR:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": copy.deepcopy(self.proven[1])})
 
 
-def allowance(size: float, num: int, least: float = 0.0) -> float:
+def allowance(size: float, num: int, most: float, least: float = 0.0) -> float:
     """What a step may do: less in models that are large, or have large weights, 1 at 3M entries of 0.06."""
     by_size = math.pow(num / 3e6, -0.8 if num > 3e6 else -0.4)  # the best rate falls about as a model's width grows
-    by_weights = math.pow(max(size / math.sqrt(num), 1e-3) / 0.06, -0.75)
-    return min(max(by_weights * max(by_size, least), 1 / 3), 6.0)
+    return min(max(math.pow(max(size / math.sqrt(num), 1e-3) / 0.06, -0.75) * max(by_size, least), 1 / 3), most)
 
 
 def smoothed(rounds: list[tuple[float, float, float]]) -> tuple[float, float]:

@@ -38,7 +38,7 @@ ANY = st.floats() | st.sampled_from([0.0, 1e-320, 5e-324, 1e-30, 1.0, 1e30, 1.7e
 
 
 def trained(
-    level: Level, unit: Unit, num_steps: int, *, weights: float = 10.0, gradient: float = 7.0, first: int = 1,
+    level: Level, unit: Unit, num_steps: int, *, weights: float = 10.0, gradient: float = 0.07, first: int = 1,
     num: float = 2e5, schedule: Callable[[int], float] = lambda step: 1.0,
 ) -> Iterator[tuple[float, str]]:  # fmt: skip
     """Steps as a scheduler takes them; the learning rate of each, and what was said after it."""
@@ -207,7 +207,7 @@ def test_steps_begin_larger_in_small_models_and_with_small_weights(num: float, s
     for level in levels:
         for step in range(1, 100):
             rate = level.scale * level.share(step - 1)
-            level.update(step, Sizes(weights, weights * rate * (0.5 if step == 9 else 1.0), 3.0, num), rate, 1.0)
+            level.update(step, Sizes(weights, weights * rate * (0.5 if step == 9 else 1.0), 1e-9, num), rate, 1.0)
         assert level.lr == pytest.approx(share * SHARE / 3)
         assert [level.allowance, allowed(weights, num)] == pytest.approx([share, share])
     usual = levels[1].lr / min(share, 1.0)
@@ -224,10 +224,23 @@ def test_updates_that_never_shrink_begin_smaller(smallest: float, less: float) -
     assert level.lr == pytest.approx(2.5 * ADAM / less)
 
 
+@pytest.mark.parametrize(
+    ("unit", "num", "follows"),
+    [(0.2, 2e3, False), (0.4, 2e3, True), (7.0, 2e3, True), (9.0, 2e3, False), (4.0, 4.0, True), (4.0, 2e1, False)],
+)
+def test_updates_that_follow_the_gradient_begin_smaller(unit: float, num: float, follows: bool) -> None:
+    """The gradient has a size of 1; that of a sign is the square root of the number of entries."""
+    level = Level(1000)
+    for step, _ in enumerate(trained(level, lambda step: unit, 100, gradient=1.0, num=num, weights=1e-2), 1):
+        sizes = Sizes(1e-2, 1.0, 1.0, num)
+        assert step < 3 or (level.follows_gradient, level.most) == (follows, 2.0 if follows else 6.0)
+        assert step < 3 or level.allowance == sizes.allowance(level.most) == level.most
+
+
 @pytest.mark.parametrize(("parts", "allowance"), [({}, 1.0), ({"caution": 0.5, "room": 1.0}, 0.5)])
 def test_a_state_of_an_earlier_version_has_no_allowance(parts: dict[str, float], allowance: float) -> None:
     state = {**Level(1000).state_dict(), **parts}
-    del state["allowance"], state["smallest"], state["watched"]
+    del state["allowance"], state["smallest"], state["watched"], state["follows_gradient"]
     loaded = Level.from_state(state)
     assert loaded is not None
     assert (loaded.watched, loaded.allowance, loaded.smallest) == (False, allowance, 0.0)
@@ -237,7 +250,7 @@ def test_weights_that_start_from_zero_have_some_size() -> None:
     level = Level(1000)
     for step in range(1, 100):
         rate = level.scale * level.share(step - 1)
-        level.update(step, Sizes(0.0 if step == 1 else 1e-9, 10 * rate, 3.0, 2e5), rate, 1.0)
+        level.update(step, Sizes(0.0 if step == 1 else 1e-9, 10 * rate, 0.03, 2e5), rate, 1.0)
     assert level.lr == pytest.approx(SHARE * allowed(0.0) * 1e-3 * math.sqrt(2e5) / 30 / 2.5)
 
 

@@ -32,14 +32,14 @@ def make_run(
     return task, AutoLR(made, total_steps=total_steps, weight_decay=given, **arguments)
 
 
-@pytest.mark.parametrize(("optimizer", "more"), [(AdamW, 1.8), (SGD, 1.3)])
-def test_a_model_that_overfits_gets_more(optimizer: type[Optimizer], more: float) -> None:
-    task, scheduler = make_run(optimizer=optimizer)
-    task.train(scheduler, 400)
+@pytest.mark.parametrize("optimizer", [AdamW, SGD])
+def test_a_model_that_overfits_gets_more(optimizer: type[Optimizer]) -> None:
+    task, scheduler = make_run(800, optimizer=optimizer)
+    task.train(scheduler, 800)
     found = scheduler.found()
     values = [record.knobs["weight_decay"].base for record in scheduler.history]
     assert found.weight_decays == (scheduler.optimizer.param_groups[0]["weight_decay"],) == (values[-1],)
-    assert max(values) > more * values[0]
+    assert max(values) > 5 * values[0]
     assert "weight decay" in str(found)
     assert "weight_decay" in str(scheduler)
 

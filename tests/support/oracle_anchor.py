@@ -116,12 +116,23 @@ class Found(NamedTuple):
         return rising * math.exp(math.log(self.below) * between(-num_steps, -3 * warm, -warm))
 
 
-def allowance_of(weights: float, num_entries: int, most_taken: float = math.inf) -> float:
+def highest_allowance(updates: list[Update], num_entries: int) -> float:
+    """By the first update that could be measured: lower where it is neither a sign nor far from the gradient."""
+    for u in updates:
+        size = max(u.weights, 1e-3 * math.sqrt(num_entries))
+        if u.rate > 0 and u.update > 1e-6 * size:
+            unit = u.update / u.rate
+            is_sign = 0.3 <= unit / math.sqrt(num_entries) <= 1.05
+            return 2.0 if not is_sign and 0.3 <= unit / u.gradient <= 8.0 else 6.0
+    return 6.0
+
+
+def allowance_of(weights: float, num_entries: int, highest: float, most_taken: float = math.inf) -> float:
     """What a step may do, by the size of the model and of its weights, the former of which takes off ``most_taken``."""
     times = num_entries / 3e6
     taken = min(times**0.4 if times <= 1 else times**0.8, most_taken)
     size = max(weights / math.sqrt(num_entries), 1e-3)
-    return float(np.clip((0.06 / size) ** 0.75 / taken, 1 / 3, 6))
+    return float(np.clip((0.06 / size) ** 0.75 / taken, 1 / 3, highest))
 
 
 def share_of(s: AnchorScenario) -> float:
@@ -149,7 +160,7 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     if not ratios:
         return Found(scale)
     done = updates[-1].step >= max(warm, 4)
-    allowed = allowance_of(weights, num_entries)
+    allowed = allowance_of(weights, num_entries, highest_allowance(updates, num_entries))
     of_one_size = between(min(ratios) / max(ratios), 0.75, 0.9)
     lr = 0.02 * 0.4**of_one_size * allowed * share_of(s) * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
@@ -406,7 +417,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
             told.in_warmup = not level.done or (level.followed and eta[0] > before * (1 + 1e-6) > 0)
             if acting:
                 num_steps, start = num_done - begun, None
-                allowed = allowance_of(weights, num_entries, 1 / 0.3)
+                allowed = allowance_of(weights, num_entries, highest_allowance(updates, num_entries), 1 / 0.3)
                 if len(first_losses) == 4:
                     first = float(np.mean(first_losses))
                     noise = max(float(np.std(first_losses, ddof=1)), abs(first) / 1000)

@@ -26,9 +26,13 @@ falls beyond. The best learning rate falls about as a model's width grows, and t
 USUAL_WEIGHTS, WEIGHTS_POWER = 0.06, -0.75
 """Root mean square of weights of the same, and the power of theirs. The best learning rate depends on the size of the
 weights much less than in proportion: embeddings that start at 1 do not bear steps 16 times as large."""
-LEAST, MOST_ROOM, MOST_WATCHED, LEAST_SIZE = 1 / 3, 6.0, 2.0, 0.3
-"""Bounds of the allowance, the third where held-out data have a say; and what the number of entries takes off the bound
-on updates at most."""
+LEAST, MOST_ROOM, MOST_WARY, LEAST_SIZE = 1 / 3, 6.0, 2.0, 0.3
+"""Bounds of the allowance, the third where held-out data have a say or updates follow the gradient; and what the number
+of entries takes off the bound on updates at most."""
+OF_GRADIENT, OF_SIGN = (0.3, 8.0), (0.3, 1.05)
+"""The first update per unit of learning rate follows the gradient, as SGD's do, where its size over the gradient's is
+between the first two, and its root mean square is not between the others, as that of Adam's. In small batches such
+updates are of very different sizes."""
 STEADY, IS_STEADY = 2.5, (0.75, 0.9)
 """What the level of updates that never shrink, as Lion's and Muon's, is divided by; and of their smallest size over the
 largest one: between the two this comes to count."""
@@ -85,29 +89,20 @@ class Sizes(NamedTuple):
         """Whether the update is more than rounding."""
         return math.isfinite(self.update) and self.update > MEASURABLE * self.floored
 
-    @property
-    def allowance(self) -> float:
-        """What a step may do beside one of a model of 3M entries whose weights have the usual size."""
-        return self._allowance(0.0)
-
-    @property
-    def relative(self) -> float:
-        """The update beside the weights, over its allowance."""
-        return self.update / max(self.weights, 1e-300) / self._allowance(LEAST_SIZE)
-
-    @property
-    def ease(self) -> float:
-        """What that is to be multiplied by where a larger one surely costs little: it counts as one of a small model's.
-
-        A small model has an allowance of 3.
-        """
-        return min(self._allowance(LEAST_SIZE) / 3, 1.0)
-
-    def _allowance(self, least: float) -> float:
+    def allowance(self, most: float, least_size: float = 0.0) -> float:
+        """What a step may do beside one of a model of 3M entries with weights of the usual size; at most ``most``."""
         num = max(self.num, 1.0)
         by_weights = math.pow(max(self.floored / math.sqrt(num), 1e-30) / USUAL_WEIGHTS, WEIGHTS_POWER)
         by_size = math.pow(num / LARGE_MODEL, SIZE_POWER * (BEYOND if num > LARGE_MODEL else 1.0))
-        return min(max(by_weights * max(by_size, least), LEAST), MOST_ROOM)
+        return min(max(by_weights * max(by_size, least_size), LEAST), most)
+
+    def relative(self, most: float) -> float:
+        """The update beside the weights, over its allowance."""
+        return self.update / max(self.weights, 1e-300) / self.allowance(most, LEAST_SIZE)
+
+    def ease(self, most: float) -> float:
+        """What that is to be multiplied by where a larger one surely costs little: it has an allowance of 3 then."""
+        return min(self.allowance(most, LEAST_SIZE) / 3, 1.0)
 
 
 class Level:
@@ -146,7 +141,7 @@ class Level:
         self.largest = self.smallest = self.last = self.lr = self._weights = 0.0
         self.allowance = 1.0
         self.num_tries = 0
-        self.found = self.gave_up = self.done = False
+        self.found = self.gave_up = self.done = self.follows_gradient = False
         self._probed = 0.0
 
     @property
@@ -154,6 +149,11 @@ class Level:
         """Whether the schedule's own peak is the level."""
         usual = self.lr / min(self.allowance, 1.0)  # caution is for a rate that nobody has chosen
         return self.hint and (self.gave_up or 1 / TRUST <= usual / self.peak <= TRUST)
+
+    @property
+    def most(self) -> float:
+        """The highest allowance."""
+        return MOST_WARY if self.follows_gradient else MOST_ROOM
 
     @property
     def _unroomed(self) -> float:
@@ -237,10 +237,15 @@ class Level:
             return
         if sizes.is_measurable:
             self.last = _bounded(sizes.update / rate)
+            if not self.largest:
+                is_sign = _is_between(self.last / math.sqrt(sizes.num), OF_SIGN)
+                self.follows_gradient = not is_sign and _is_between(
+                    self.last / max(sizes.gradient, 1e-300), OF_GRADIENT
+                )
             self.smallest = min(self.smallest, self.last) if self.largest else self.last
             self.largest = max(self.largest, self.last)
             self._weights = sizes.floored
-            self.allowance = min(sizes.allowance, MOST_WATCHED if self.watched else MOST_ROOM)
+            self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
 
     def _say(self) -> str:
         if self.gave_up:
@@ -280,14 +285,14 @@ class Level:
             whole_of(found[name], name)
         # States of earlier versions have none of these.
         allowance = found.get("caution", 1.0) * found.get("room", 1.0)
-        found = {"allowance": allowance, "smallest": 0.0, "watched": False, **found}
+        found = {"allowance": allowance, "smallest": 0.0, "watched": False, "follows_gradient": False, **found}
         for name in ("size", "peak", "given", "scale", "allowance"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
         for name in ("largest", "smallest", "last", "lr", "_probed", "_weights"):
             if not number(found[name]) >= 0:
                 raise ValueError(f"{name} of the level must be a finite number >= 0, but got {shown(found[name])}")
-        for name in ("hint", "warms_up", "watched", "found", "gave_up", "done"):
+        for name in ("hint", "warms_up", "watched", "found", "gave_up", "done", "follows_gradient"):
             flag_of(found[name], name)
         level = cls()
         vars(level).update({name: found[name] for name in vars(level)})
@@ -296,3 +301,7 @@ class Level:
 
 def _bounded(value: float) -> float:
     return min(max(value, BOUNDS[0]), BOUNDS[1])
+
+
+def _is_between(value: float, bounds: tuple[float, float]) -> bool:
+    return bounds[0] <= value <= bounds[1]

@@ -17,7 +17,7 @@ import numpy as np
 
 from hdet.checks import BoolArray, FloatArray, flag_of, mapping_of, number, numbers_of, shown, whole_of
 from hdet.policy.evaluations import BEST_SHARE, DECAY_SHARE, EARLY, Evaluations
-from hdet.policy.level import NUM_FIRST, SHARE, Level, Sizes
+from hdet.policy.level import MOST_ROOM, NUM_FIRST, SHARE, Level, Sizes
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
 from hdet.policy.steering import KnobEvidence, Steering
@@ -271,7 +271,7 @@ class RoundPolicy:
                 elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
                 update=self._update(seen, share),
-                ease=1.0 if seen.sizes is None else seen.sizes.ease,
+                ease=1.0 if seen.sizes is None else seen.sizes.ease(self._most),
                 given=self._is_given(),
                 values=seen.rates,
                 last=seen.last,
@@ -352,7 +352,11 @@ class RoundPolicy:
         if seen.sizes is None:
             return None
         more = 1.0 if self.level is None else self.level.size / SHARE
-        return seen.sizes.relative / share / more
+        return seen.sizes.relative(self._most) / share / more
+
+    @property
+    def _most(self) -> float:
+        return MOST_ROOM if self.level is None else self.level.most
 
     def _in_warmup(self, seen: Seen) -> bool:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
