@@ -244,6 +244,8 @@ def test_a_state_of_an_earlier_version_has_no_allowance(parts: dict[str, float],
     loaded = Level.from_state(state)
     assert loaded is not None
     assert (loaded.watched, loaded.allowance, loaded.smallest) == (False, allowance, 0.0)
+    with pytest.raises(ValueError, match="allowance of the level must be a finite number > 0"):
+        Level.from_state({**state, "caution": None})
 
 
 def test_weights_that_start_from_zero_have_some_size() -> None:

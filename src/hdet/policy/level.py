@@ -238,7 +238,7 @@ class Level:
         if sizes.is_measurable:
             self.last = _bounded(sizes.update / rate)
             if not self.largest:
-                is_sign = _is_between(self.last / math.sqrt(sizes.num), OF_SIGN)
+                is_sign = _is_between(self.last / math.sqrt(max(sizes.num, 1.0)), OF_SIGN)
                 self.follows_gradient = not is_sign and _is_between(
                     self.last / max(sizes.gradient, 1e-300), OF_GRADIENT
                 )
@@ -284,7 +284,7 @@ class Level:
         for name in ("warm_steps", "num_tries"):
             whole_of(found[name], name)
         # States of earlier versions have none of these.
-        allowance = found.get("caution", 1.0) * found.get("room", 1.0)
+        allowance = number(found.get("caution", 1.0)) * number(found.get("room", 1.0))
         found = {"allowance": allowance, "smallest": 0.0, "watched": False, "follows_gradient": False, **found}
         for name in ("size", "peak", "given", "scale", "allowance"):
             if not number(found[name]) > 0:

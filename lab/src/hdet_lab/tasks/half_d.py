@@ -327,7 +327,7 @@ class TeacherTask(PlainTask):
 class PhotographsTask(PlainTask):
     """Photographs of CIFAR-10 in [-1, 1] and what they show; a subclass says how they are called, and how many."""
 
-    NAME, STEPS, BATCH = "", 500, 128
+    NAME, STEPS, BATCH, SET = "", 500, 128, "cifar10"
 
     def __init__(
         self,
@@ -337,7 +337,7 @@ class PhotographsTask(PlainTask):
         batch_rows: int | None = None,
         download: bool = True,
     ) -> None:
-        arrays = read_arrays("cifar10", data, download=download)
+        arrays = read_arrays(self.SET, data, download=download)
         images = torch.from_numpy(np.concatenate([arrays["train_images"], arrays["test_images"]]))
         labels = torch.from_numpy(np.concatenate([arrays["train_labels"], arrays["test_labels"]])).long()
         num_train = len(arrays["train_labels"])
@@ -347,7 +347,11 @@ class PhotographsTask(PlainTask):
 
     def gather(self, rows: Tensor) -> Batch:
         images, labels = super().gather(rows)
-        return images.float() / 127.5 - 1, labels
+        return self.scaled(images.float()), labels
+
+    def scaled(self, images: Tensor) -> Tensor:
+        """Of bytes."""
+        return images / 127.5 - 1
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         images, labels = batch

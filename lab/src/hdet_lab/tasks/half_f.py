@@ -254,31 +254,14 @@ class GlossesTask(PlainTask):
         return (F.cross_entropy(logits, right) + F.cross_entropy(logits.T, right)) / 2
 
 
-class DigitsTask(PlainTask):
+class DigitsTask(PhotographsTask):
     """Handwritten digits of MNIST, from 0 to 1; a subclass says how the task is called, and how long it is."""
 
-    NAME, STEPS, BATCH = "", 500, 32
+    BATCH, SET = 32, "digits"
 
-    def __init__(
-        self,
-        data: str | Path = "data",
-        *,
-        total_steps: int | None = None,
-        batch_rows: int | None = None,
-        download: bool = True,
-    ) -> None:
-        arrays = read_arrays("digits", data, download=download)
-        images, labels = (
-            torch.from_numpy(np.concatenate([arrays[f"{part}_{kind}"] for part in ("train", "test")]))
-            for kind in ("images", "labels")
-        )
-        num_train = len(arrays["train_labels"])
-        sizes = {"total_steps": total_steps or self.STEPS, "batch_rows": batch_rows or self.BATCH}
-        super().__init__(self.NAME, [images, labels.long()], num_train=num_train, **sizes)
-
-    def gather(self, rows: Tensor) -> Batch:
-        images, labels = super().gather(rows)
-        return images.float() / 255, labels
+    def scaled(self, images: Tensor) -> Tensor:
+        """Of bytes."""
+        return images / 255
 
 
 class NormedBlock(nn.Module):
