@@ -135,7 +135,7 @@ class AutoLR:
         e = max(e if z > 4 else 0.0, elasticity(late_slope, fall, fall_error) if late_z > 2 else 0.0)
         if e > 0.25:  # the path is too long, since the anchor or of late
             move = min(move, -min(2 * dtau * math.log((1 + e) / (1 + e / 2)), 0.2))
-        move = min(move, -min(2 * dtau * min(cost - 2, 1.0), 0.2)) if cost > 2 else move
+        move = min(move, -min(2 * dtau * clip(least - 2), 0.2)) if (least := 2 * cost - most) > 2 else move  # surely
         self.scale *= math.exp(move)
         self.fallen = max(self.fallen - move, 0.0)  # what an overshoot has displaced stays: renew the anchor some time
 
@@ -177,7 +177,7 @@ def smoothed(rounds: list[tuple[float, float, float]]) -> tuple[float, float]:
 
 
 def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, float, float, float, float]:
-    """Since the anchor: progress q, cost over gain, the same at most, late slope, its z, and the last loss's jump."""
+    """Since the anchor: progress q, cost over gain, plus two errors, late slope, its z, and the last loss's jump."""
     stride = 2 ** (len(rounds) // 128).bit_length()  # rounds of a row: there are never more than 127 rows
     if (num := len(rounds) // stride) < 8:
         return 2.0, 0.0, math.inf, 0.0, 0.0, 0.0  # neither progress nor a standstill
@@ -192,7 +192,7 @@ def look_back(rounds: list[tuple[float, float, float]]) -> tuple[float, float, f
     drop, noise = float(half.mean() - late.mean()), deviation * math.sqrt(1 / len(late) + 1 / len(half))
     slope, error = float(slopes.mean()), math.sqrt(slopes.diff().square().mean() / 2 / len(slopes))
     gain = max(drop, noise) / math.log(2)  # of an e-fold time; from the third eighth to the last quarter it doubles
-    cost, most = min(slope, max(slope - 2 * error, 0.0)) / gain, (slope + 2 * error) / gain
+    cost, most = slope / gain, (slope + 2 * error) / gain
     return drop / noise, cost, most, slope, slope / error, float(losses[-1] - losses[-2]) / (math.sqrt(2) * deviation)
 
 

@@ -259,10 +259,10 @@ class Evidence:
         turns = [(b - a) ** 2 for a, b in itertools.pairwise(recent)]
         error = math.sqrt(sum(turns) / len(turns) / 2 / len(recent))
         slope = float(np.mean(recent))
-        doubted = slope if slope < 0 else max(slope - 2 * error, 0.0)
         return {
             "progress": drop / noise,
-            "cost": doubted / (max(drop, noise) / math.log(2)),
+            "cost": slope / (max(drop, noise) / math.log(2)),
+            "least": (slope - 2 * error) / (max(drop, noise) / math.log(2)),
             "most": (slope + 2 * error) / (max(drop, noise) / math.log(2)),
             "slope": slope,
             "z": slope / error,
@@ -317,8 +317,8 @@ class Evidence:
         for sure, over in ((z > 4, e), (past.get("z", 0.0) > 2, self.elasticity(past.get("slope", 0.0), shown))):
             if sure and over > 0.25:
                 moves.append(-min(2 * shown.elapsed * math.log((1 + over) / (1 + over / 2)), 0.2))
-        if cost > 2:
-            moves.append(-min(2 * shown.elapsed * min(cost - 2, 1.0), 0.2))
+        if (least := past.get("least", 0.0)) > 2:
+            moves.append(-min(2 * shown.elapsed * min(least - 2, 1.0), 0.2))
         return min(moves)
 
 

@@ -20,7 +20,7 @@ MIN_ROWS = 8
 """Before it shows progress."""
 SMOOTHING = 0.5
 DOUBT = 2.0
-"""Of its standard errors: what the brake takes off a slope that speaks against the knob."""
+"""Standard errors by which an estimate may be wrong, where it has to be sure."""
 SLOPE_GAIN = 2.0
 """How often a rescaling of the whole way would be made up for while the time since the start grows e-fold."""
 LINEAR = -0.8
@@ -32,7 +32,7 @@ SURE, VERY_SURE = 2.0, 4.0
 TOO_HIGH = 0.25
 """Elasticity above which a slope that is very sure lowers the knob."""
 BRAKE, TOO_DEAR = (0.3, 0.6), 2.0
-"""Of cost over gain: where rises fade out, and where the knob falls."""
+"""Of cost over gain: where rises fade out; and of what it is at least, where the knob falls."""
 MAX_RISE, MAX_FALL = 0.3, 0.2
 """Of the logarithm, in one round."""
 STANDSTILL, STANDSTILL_FALL = 1.0, 0.1
@@ -161,9 +161,9 @@ class LevelController:
     The rate falls where the loss stands still (q < 1) and the slope does not ask for more, nor leans to it over the
     last quarter of the run (z < -0.5), by 0.1 a round and to the first level, which takes back what was earned, or to
     0.03 of it where the loss has risen (q < -3); and where the slope says that less would have been better: e > 0.25
-    with z > 4, the same over the last quarter of the run with z > 2, or twice the gain. It does not rise in a round
-    whose loss has jumped. In q and the gain no loss counts as more than some five standard deviations above those
-    around it: batches of outliers are no rise.
+    with z > 4, the same over the last quarter of the run with z > 2, or twice the gain and two standard errors. It does
+    not rise in a round whose loss has jumped. In q and the gain no loss counts as more than some five standard
+    deviations above those around it: batches of outliers are no rise.
 
     Args:
         pace: c >= 0, how far optimism moves the logarithm while the time since the start grows e-fold.
@@ -272,8 +272,8 @@ class LevelController:
         too_high = max(e if z > VERY_SURE else 0.0, late if trail.z > SURE else 0.0)
         if too_high > TOO_HIGH:
             move = min(move, -min(SLOPE_GAIN * _excess(too_high) * evidence.elapsed, MAX_FALL))
-        if trail.cost > TOO_DEAR:
-            move = min(move, -min(SLOPE_GAIN * evidence.elapsed * min(trail.cost - TOO_DEAR, 1.0), MAX_FALL))
+        if trail.least > TOO_DEAR:
+            move = min(move, -min(SLOPE_GAIN * evidence.elapsed * min(trail.least - TOO_DEAR, 1.0), MAX_FALL))
         return move
 
 
@@ -340,8 +340,8 @@ class Trail(NamedTuple):
     Attributes:
         enough: whether it is long enough for what follows.
         progress: the fall of the loss from its third eighth to its last quarter, in standard errors.
-        cost: the slope over the gain; what it is at least, where the slope speaks against the knob.
-        most: what it is at most.
+        cost: the slope over the gain.
+        least, most: what that is at least and at most.
         slope: over the last quarter.
         z: that slope in its standard errors.
         jump: how far the last loss is above the one before, in standard deviations.
@@ -350,6 +350,7 @@ class Trail(NamedTuple):
     enough: bool = False
     progress: float = 0.0
     cost: float = 0.0
+    least: float = 0.0
     most: float = math.inf
     slope: float = 0.0
     z: float = 0.0
@@ -372,16 +373,16 @@ def _look_back(state: LevelState, knob: int) -> Trail:
     gain = max(drop, noise, 1e-300) / math.log(2)
     slope = float(slopes[late].mean())
     error = math.sqrt(float((np.diff(slopes[late]) ** 2).mean()) / 2 / num_late)
-    cost = min(slope, max(slope - DOUBT * error, 0.0)) / gain
     ratios = (
         drop / max(noise, 1e-300),
-        cost,
+        slope / gain,
+        (slope - DOUBT * error) / gain,
         (slope + DOUBT * error) / gain,
         slope / max(error, 1e-300),
         (losses[-1] - losses[-2]) / max(math.sqrt(2) * deviation, 1e-300),
     )
-    progress, cost, most, z, jump = (float(np.clip(ratio, -1e6, 1e6)) for ratio in ratios)
-    return Trail(True, progress, cost, most, slope, z, jump)
+    progress, cost, least, most, z, jump = (float(np.clip(ratio, -1e6, 1e6)) for ratio in ratios)
+    return Trail(True, progress, cost, least, most, slope, z, jump)
 
 
 def _without_outliers(losses: FloatArray) -> FloatArray:
