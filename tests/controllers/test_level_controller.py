@@ -68,9 +68,9 @@ class SlowKnob:
             times = self.controller.max_update[0] / max(evidence.update, 1e-300)
             pace *= 1 if times < 4 else 3 if times > 64 else math.log(times, 4)
             doubted = max(doubted, clip(math.log2(times) - 1))
-        if evidence.given:  # nothing is left at three times what somebody has chosen
-            pace *= 1 - clip(math.log(scale, 3))
         rise = pace * evidence.elapsed * doubted * clip((q - 3) / 7)
+        if scale * math.exp(rise) > evidence.given:  # up to what somebody has chosen
+            rise = max(math.log(evidence.given) - math.log(scale), 0.0)
         asks = z < -2 and e < 0
         if asks and (z < -4 or q >= 3):
             rise += 2 * evidence.elapsed * math.log((1 + e / 2) / (1 + e))
@@ -79,7 +79,7 @@ class SlowKnob:
         if evidence.update is not None and self.controller.max_update is not None and e >= -0.8:
             bounds = np.log(self.controller.max_update)
             widest = math.exp(np.interp(done, [0.1, 0.7], bounds))
-            if evidence.given and scale < 1:  # below what somebody has chosen
+            if evidence.given < math.inf and scale < 1:  # below what somebody has chosen
                 widest *= 4 ** clip(-most / 0.3)
             rise *= clip((1 - evidence.update / widest) / 0.3)
         rise *= 1 - clip((cost - 0.3) / 0.3)
@@ -159,7 +159,7 @@ def compare(
         evidence = Evidence(
             losses, np.ones((num_knobs, 2)), (slopes, errors), in_warmup=index < 3, elapsed=min(1 / (index + 1), 0.7),
             start=(2.0, noise) if known else None, update=0.02 * 10 ** -rng.uniform(0, 3) if known else None, level=1.3,
-            progress=index / 60 if known else None, scales=scales, given=rng.random() < 0.5,
+            progress=index / 60 if known else None, scales=scales, given=rng.choice([1.0, 2.0, math.inf]),
         )  # fmt: skip
         state, decision = controller.update(state, evidence)
         rows = zip(slow, slopes.tolist(), errors.tolist(), scales.tolist(), strict=True)
@@ -453,13 +453,14 @@ def test_rises_end_where_updates_are_as_large_as_they_may_be(max_update: tuple[f
     assert run.scales.max() <= max(max(max_update) / FIRST, 1.0) * 1.02
 
 
-def test_above_a_schedule_that_was_given_only_the_slope_raises_it_far() -> None:
+def test_above_a_schedule_that_was_given_only_the_slope_raises_it() -> None:
     def run(slope: float, given: float | None) -> Run:
         return Run(steady, lambda step: slope, 200, noise=0.01, error=0.02, given=given, max_update=None)
 
-    free, near, below = run(0.0, None), run(0.0, 1.0), run(0.0, 1 / 20)
+    free, near, below = run(0.0, None), run(0.0, 1.0), run(0.0, 1 / 30)
     assert free.end > 20
-    assert 1.5 < near.end < 3.0
+    assert near.end < 1.05
+    assert [run(0.0, given).end for given in (1 / 2, 1 / 5)] == pytest.approx([2.0, 3.0], rel=0.05)  # to the level
     assert below.end == pytest.approx(free.end)  # far below the level nobody can have chosen it well
     assert run(-1.0, 1.0).end > 2 * near.end
 

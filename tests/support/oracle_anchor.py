@@ -100,7 +100,7 @@ class Found(NamedTuple):
     """The level after some rounds.
 
     ``scale``: of the schedule; ``rises``: whether along a warm-up of its own; ``followed``: whether the schedule is;
-    ``below``: by how much the level is below the peak of a schedule that is followed.
+    ``below``, ``above``: by how much the level is below or above the peak of a schedule that is followed.
     """
 
     scale: float
@@ -109,6 +109,7 @@ class Found(NamedTuple):
     rises: bool = False
     followed: bool = True
     below: float = 1.0
+    above: float = 1.0
 
     def share(self, num_steps: int, warm: int) -> float:
         """Of the scale, in the step that makes it ``num_steps``: a line, then a constant factor a step."""
@@ -164,8 +165,8 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     of_one_size = between(min(ratios) / max(ratios), 0.75, 0.9)
     lr = 0.02 * 0.4**of_one_size * allowed * share_of(s) * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
-    if not s.constant and 1 / 8 <= lr / min(allowed, 1.0) / peak <= 8:
-        return Found(1.0, True, done, lr < peak and not warms_up_itself, below=min(lr / peak, 1.0))
+    if not s.constant and min(lr, lr / allowed) / 8 <= peak <= 8 * max(lr, lr / allowed):
+        return Found(1.0, True, done, lr < peak and not warms_up_itself, below=min(lr / peak, 1.0), above=lr / peak)
     return Found(lr / peak, True, done, not warms_up_itself, followed=False)
 
 
@@ -188,7 +189,7 @@ class Shown(NamedTuple):
     progress: float
     relative_scale: float  # to the level
     scale: float  # to the schedule
-    given: bool  # whether that was chosen by somebody, and is not far below the level
+    given: float  # what progress leads up to; infinite where nobody has chosen a schedule, or one far below the level
 
 
 class Evidence:
@@ -292,9 +293,9 @@ class Evidence:
             update = shown.update * shown.ease ** between(-most, 0.0, 0.05)
             doublings = math.log(s.max_update[0] / max(update, 1e-300)) / math.log(2)
             pace, unopposed = pace * float(np.clip(doublings / 2, 1, 3)), max(unopposed, between(doublings, 1, 2))
-        if shown.given:  # a schedule that somebody has chosen
-            pace *= between(-math.log(shown.scale), -math.log(3), 0)
         moves = [pace * shown.elapsed * unopposed * between(q, 3, 10)]
+        if math.exp(moves[0]) * shown.scale > shown.given:  # a schedule that somebody has chosen
+            moves[0] = max(math.log(shown.given / shown.scale), 0.0)
         asked_for = z < -2 and e < 0
         if asked_for and (z < -4 or q >= 3):
             moves[0] += 2 * shown.elapsed * math.log((1 + e / 2) / (1 + e))
@@ -303,7 +304,7 @@ class Evidence:
         if s.max_update is not None and shown.update is not None and e >= -0.8:
             early, late = s.max_update
             widest = early * (late / early) ** between(shown.progress, 0.1, 0.7)
-            if shown.given and shown.scale < 1:  # somebody has chosen a higher rate
+            if shown.given < math.inf and shown.scale < 1:  # somebody has chosen a higher rate
                 widest *= 4 ** between(-most, 0.0, 0.3)
             update = shown.update * shown.ease ** between(-most, -0.1, -0.05)
             moves[0] *= between(widest - update, 0, 0.3 * widest)
@@ -423,6 +424,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                     noise = max(float(np.std(first_losses, ddof=1)), abs(first) / 1000)
                     start = first, noise * math.sqrt(1 / 4 + 1 / num_steps)
                 moves, rows = np.zeros(num_knobs), []
+                chosen = scenario.level and not scenario.constant and (level.followed or level.scale < 1)
                 for k in range(num_knobs):
                     shown = Shown(
                         loss=float(np.mean(losses)),
@@ -434,7 +436,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                         progress=num_done / hold,
                         relative_scale=float(moved[k]),
                         scale=float(level.scale * moved[k]),
-                        given=scenario.level and not scenario.constant and (level.followed or level.scale < 1),
+                        given=float(np.clip(level.above, 1.0, 3.0)) if chosen else math.inf,
                     )
                     slope, error = fitted_line(rho[k], losses) if spreads else mean_and_error([s[k] for s in samples])
                     slope, error, z = evidence[k].add(slope, error, shown.loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +28,8 @@ class Evidence(NamedTuple):
         ease: what the update is to be multiplied by where a larger one surely costs little: it has the allowance of a
             small model then (Eq. 17).
         level: what the scales started from.
-        given: whether scales of 1 are a schedule that somebody has chosen, and that is not far below the first level.
+        given: the scale that progress alone leads up to, where that of 1 is a schedule which somebody has chosen, and
+            which is not far below the first level; infinite where it is none.
         progress: share of the time in which base values may move that has passed; None where its length is unknown.
         whole: slope over the logarithm of all knobs at once, and its standard error, where that was measured.
         scales: where each knob's learned scale stands, shape (K,).
@@ -46,7 +48,7 @@ class Evidence(NamedTuple):
     update: float | None = None
     ease: float = 1.0
     level: float = 1.0
-    given: bool = False
+    given: float = math.inf
     progress: float | None = None
     whole: tuple[float, float] | None = None
     scales: FloatArray | None = None

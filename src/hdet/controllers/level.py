@@ -47,8 +47,6 @@ steps stays."""
 SURELY_CHEAP, SUPPORTED = (0.1, 0.05), (0.0, -0.05)
 """Of what cost over gain is at most: below, updates of a large model may grow to those of a small one; and count as
 small beside those."""
-CHOSEN = 3.0
-"""Times a schedule that somebody has chosen, up to which optimism fades out."""
 ROOM, MORE = 4.0, (0.0, -0.3)
 """How many times as wide the bound on updates is below a schedule that somebody has chosen; and of what cost over gain
 is at most: between the two this comes to count."""
@@ -156,7 +154,8 @@ class LevelController:
     Rises fade out as that ratio goes on to 0.6, and as the relative size of an update reaches ``max_update``, which
     grows along the run.
 
-    Above a schedule that was given, optimism fades out as the rate grows to 3 times that: it may well be the right one.
+    A schedule that was given may well be the right one: optimism leads up to it, and above it only to the first level,
+    at most to 3 times the schedule.
 
     The rate falls where the loss stands still (q < 1) and the slope does not ask for more, nor leans to it over the
     last quarter of the run (z < -0.5), by 0.1 a round and to the first level, which takes back what was earned, or to
@@ -244,11 +243,8 @@ class LevelController:
             halvings = math.log2(self.max_update[0] / max(update, 1e-300))
             pace *= min(max(halvings / 2, 1.0), FASTEST)
             is_open = max(is_open, _clip(halvings - 1))
-        height = 0.0  # above a schedule that was given, in logarithms
-        if evidence.given and evidence.scales is not None:
-            height = math.log(evidence.scales[knob])
-        pace *= 1 - _clip(height / math.log(CHOSEN))
-        rise = pace * evidence.elapsed * is_open * earned
+        scale = 1.0 if evidence.scales is None else float(evidence.scales[knob])
+        rise = min(pace * evidence.elapsed * is_open * earned, max(math.log(evidence.given / scale), 0.0))
         supported = z < -SURE and e < 0
         if supported and (z < -VERY_SURE or trail.progress >= EARNED[0]):
             rise -= SLOPE_GAIN * _excess(e) * evidence.elapsed
@@ -257,7 +253,7 @@ class LevelController:
         if self.max_update is not None and e >= LINEAR and evidence.update is not None:
             first, last = self.max_update
             largest = first * (last / first) ** _share(done, WIDENING)
-            if height < 0:
+            if scale < 1 <= evidence.given < math.inf:
                 largest *= ROOM ** _share(trail.most, MORE)
             update = evidence.update * evidence.ease ** _share(trail.most, SURELY_CHEAP)
             rise *= _clip((largest - update) / (0.3 * largest))

@@ -53,7 +53,8 @@ BOUNDS = (1e-30, 1e30)
 MAX_TRIES = 20
 """Steps without a measurable update, before the learning rate that was given is used instead."""
 TRUST = 8.0
-"""A schedule is followed as it is where its peak is within this factor of the first level."""
+"""A schedule is followed as it is where its peak is within this factor of the first level, or of that of a model whose
+allowance is 1."""
 APPROACH = 3.0
 """Warm-ups after which a schedule is followed as it is where its peak is above the first level; and after which a small
 model has its allowance where held-out data have a say. A few steps at a high rate before that would cost more than the
@@ -147,8 +148,9 @@ class Level:
     @property
     def follows_hint(self) -> bool:
         """Whether the schedule's own peak is the level."""
-        usual = self.lr / min(self.allowance, 1.0)  # caution is for a rate that nobody has chosen
-        return self.hint and (self.gave_up or 1 / TRUST <= usual / self.peak <= TRUST)
+        usual = self.lr / self.allowance  # more and less than that is for a rate that nobody has chosen
+        low, high = min(usual, self.lr), max(usual, self.lr)
+        return self.hint and (self.gave_up or low / TRUST <= self.peak <= high * TRUST)
 
     @property
     def most(self) -> float:

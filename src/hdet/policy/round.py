@@ -30,6 +30,8 @@ LARGEST_LOSS = 1e100
 """A larger one is taken for infinite: its square would be."""
 FEW = 2.0
 """What the noise of so few first losses is multiplied by where a mistake would be dear."""
+CHOSEN = 3.0
+"""Times a schedule that somebody has chosen: up to here progress leads to the first level where that is higher."""
 MAX_ELAPSED = 0.7
 """Of the logarithm of the time, in one round: the first ones would count for too much."""
 
@@ -272,7 +274,7 @@ class RoundPolicy:
                 start=self._start(num_steps),
                 update=self._update(seen, share),
                 ease=1.0 if seen.sizes is None else seen.sizes.ease(self._most),
-                given=self._is_given(),
+                given=self._given(),
                 values=seen.rates,
                 last=seen.last,
             )
@@ -342,10 +344,12 @@ class RoundPolicy:
         steering.warmup = level.share(seen.step - 1)  # of the step that was taken
         return (said,) if said else ()
 
-    def _is_given(self) -> bool:
-        """Whether scales of 1 are a schedule that somebody has chosen, and that is not far below the level."""
+    def _given(self) -> float:
+        """The scale that progress leads up to, where that of 1 is a schedule which is not far below the level."""
         level = self.level
-        return level is not None and level.hint and (level.follows_hint or level.lr < level.peak)
+        if level is None or not level.hint or (level.lr >= level.peak and not level.follows_hint):
+            return math.inf
+        return min(max(level.lr / level.peak, 1.0), CHOSEN)
 
     def _update(self, seen: Seen, share: float) -> float | None:
         """Of the round's last step, beside the weights, over the allowance of the model, as of a long run."""
