@@ -46,13 +46,9 @@ The aims are meant for tasks that were never looked at (halves D to F), of which
 settings were looked at on every task here; defaults of rivals were chosen on half A alone. So the figures describe
 these tasks, and judge nothing about others."""
 _JUDGED = """\
-Half {half} judges AutoLR: its tasks were written without a look at the code, which was run on them once.{before}
-Defaults of rivals were chosen on half A."""
-_BEFORE = {
-    "D": " Half C had judged an\nearlier version (+19.77%); three rules were changed on it since.",
-    "E": " Halves C and D\nhad judged earlier versions (+19.77%, +2.64%), and rules were changed since.",
-    "F": " Halves C to E\nhad judged earlier versions (+19.77%, +2.64%, +8.76%), and rules were changed since.",
-}
+Tasks of half {half} were written without a look at the code, and have judged the version of their day, once: {once}.
+Rules were changed since, the last one with a look at all halves. Defaults of rivals were chosen on half A."""
+_ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%"}
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
 seed, less 1; means are geometric. The best of the grid has the lowest mean over seeds of that same loss, which
@@ -177,7 +173,7 @@ def _first_lines(tasks: Sequence[TaskSummary]) -> list[str]:
     num = len(outside(tasks))
     half = tasks[0].record.half
     first = f"**The target is {word}.** With nothing set, on the {num} tasks of half {half} that do not overfit:"
-    judged = _JUDGED.format(half=half, before=_BEFORE[half]) if half in _BEFORE else _LABEL
+    judged = _JUDGED.format(half=half, once=_ONCE[half]) if half in _ONCE else _LABEL
     return [first, "", *(f"- {part}" for part in said), "", judged]
 
 
