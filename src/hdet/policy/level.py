@@ -97,14 +97,6 @@ class Sizes(NamedTuple):
         by_size = math.pow(num / LARGE_MODEL, SIZE_POWER * (BEYOND if num > LARGE_MODEL else 1.0))
         return min(max(by_weights * max(by_size, least_size), LEAST), most)
 
-    def relative(self, most: float) -> float:
-        """The update beside the weights, over its allowance."""
-        return self.update / max(self.weights, 1e-300) / self.allowance(most, LEAST_SIZE)
-
-    def ease(self, most: float) -> float:
-        """What that is to be multiplied by where a larger one surely costs little: it has an allowance of 3 then."""
-        return min(self.allowance(most, LEAST_SIZE) / 3, 1.0)
-
 
 class Level:
     """Finds the scale at which a run starts.
@@ -299,6 +291,16 @@ class Level:
         level = cls()
         vars(level).update({name: found[name] for name in vars(level)})
         return level
+
+
+def beside_weights(sizes: Sizes, level: Level | None) -> tuple[float, float]:
+    """Size of an update beside the weights, over the model's allowance, as of a long run; and its ease.
+
+    That is what it is to be multiplied by where a larger one surely costs little: it has an allowance of 3 then.
+    """
+    most, more = (MOST_ROOM, 1.0) if level is None else (level.most, level.size / SHARE)
+    allowance = sizes.allowance(most, LEAST_SIZE)
+    return sizes.update / max(sizes.weights, 1e-300) / allowance / more, min(allowance / 3, 1.0)
 
 
 def _bounded(value: float) -> float:

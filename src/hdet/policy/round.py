@@ -17,7 +17,7 @@ import numpy as np
 
 from hdet.checks import BoolArray, FloatArray, flag_of, mapping_of, number, numbers_of, shown, whole_of
 from hdet.policy.evaluations import BEST_SHARE, DECAY_SHARE, EARLY, Evaluations
-from hdet.policy.level import MOST_ROOM, NUM_FIRST, SHARE, Level, Sizes
+from hdet.policy.level import NUM_FIRST, Level, Sizes, beside_weights
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
 from hdet.policy.steering import KnobEvidence, Steering
@@ -263,6 +263,7 @@ class RoundPolicy:
             events, messages = (*events, done), (*messages, *told)
         elif acting and not num_in_vain:
             end = self.acting[1]
+            update, ease = (None, 1.0) if seen.sizes is None else beside_weights(seen.sizes, self.level)
             control, knobs = steering.decide(
                 compared,
                 seen.slopes,
@@ -272,8 +273,8 @@ class RoundPolicy:
                 in_warmup=self._in_warmup(seen) or confirmed.is_low,
                 elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
-                update=self._update(seen, share),
-                ease=1.0 if seen.sizes is None else seen.sizes.ease(self._most),
+                update=None if update is None else update / share,
+                ease=ease,
                 given=self._given(),
                 values=seen.rates,
                 last=seen.last,
@@ -350,17 +351,6 @@ class RoundPolicy:
         if level is None or not level.hint or (level.lr >= level.peak and not level.follows_hint):
             return math.inf
         return min(max(level.lr / level.peak, 1.0), CHOSEN)
-
-    def _update(self, seen: Seen, share: float) -> float | None:
-        """Of the round's last step, beside the weights, over the allowance of the model, as of a long run."""
-        if seen.sizes is None:
-            return None
-        more = 1.0 if self.level is None else self.level.size / SHARE
-        return seen.sizes.relative(self._most) / share / more
-
-    @property
-    def _most(self) -> float:
-        return MOST_ROOM if self.level is None else self.level.most
 
     def _in_warmup(self, seen: Seen) -> bool:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
