@@ -333,7 +333,7 @@ class RoundPolicy:
     def _find_level(self, seen: Seen) -> tuple[str, ...]:
         """Take in what the round has shown of the first learning rate; what was done, in plain English."""
         level, steering = self.level, self.steering
-        if level is None:
+        if level is None or (level.done and not self.searching and steering.warmup == 1):
             return ()
         if self.searching:
             self.searched = seen.step
