@@ -253,7 +253,7 @@ class LevelController:
         if self.max_update is not None and e >= LINEAR and evidence.update is not None:
             first, last = self.max_update
             largest = first * (last / first) ** _share(done, WIDENING)
-            if scale < 1 <= evidence.given < math.inf:
+            if scale < 1 and evidence.given < math.inf:
                 largest *= ROOM ** _share(trail.most, MORE)
             update = evidence.update * evidence.ease ** _share(trail.most, SURELY_CHEAP)
             rise *= _clip((largest - update) / (0.3 * largest))

@@ -46,8 +46,8 @@ The aims are meant for tasks that were never looked at (halves D to F), of which
 settings were looked at on every task here; defaults of rivals were chosen on half A alone. So the figures describe
 these tasks, and judge nothing about others."""
 _JUDGED = """\
-Tasks of half {half} were written without a look at the code, and have judged the version of their day, once: {once}.
-Rules were changed since, the last one with a look at all halves. Defaults of rivals were chosen on half A."""
+Half {half} has judged the version of its day, which was run on it once: {once}. Rules were changed since, the last one
+with a look at all halves. Defaults of rivals were chosen on half A."""
 _ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%"}
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
