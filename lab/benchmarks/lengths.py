@@ -3,7 +3,8 @@
 PYTHONPATH=src:lab/src python lab/benchmarks/lengths.py --out runs/lengths --steps 500 --device cuda
 PYTHONPATH=src:lab/src python lab/benchmarks/lengths.py --out runs/lengths --chart docs/figures/lengths.svg
 
-The first writes ``<out>/<steps>.json`` for each of ``--steps``; the second draws what is there.
+The first writes ``<out>/<steps>.json`` for each of ``--steps``; the second draws what is there. ``--grid FOLDER`` takes
+the fixed runs of such records over, with their facts.
 """
 
 from __future__ import annotations
@@ -34,14 +35,19 @@ SEEDS = (0, 1, 2)
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 60, 40, 40
 
 
-def train(steps: int, data: Path, device: str) -> dict[str, Any]:
+def train(steps: int, data: Path, device: str, have: Path | None = None) -> dict[str, Any]:
     """All runs of one length."""
     task = load_task(TASK, data)
     bench = Bench(BY_NAME[TASK], task, SEEDS, steps, device)
-    runs = [Run(lr=lr, seed=seed, schedule=shape) for lr in RATES for shape in SHAPES for seed in SEEDS]
-    grid = bench.train(runs, bench.entry.optimizer, watched=False)
+    facts = provenance.describe(task)
+    if have is None:
+        runs = [Run(lr=lr, seed=seed, schedule=shape) for lr in RATES for shape in SHAPES for seed in SEEDS]
+        known = {"facts": facts, "grid": bench.train(runs, bench.entry.optimizer, watched=False)}
+    else:
+        known = json.loads((have / f"{steps}.json").read_text())
+    old = known.get("grid_facts", known["facts"])
     auto = run_method(bench, "autolr")
-    return {"steps": steps, "facts": provenance.describe(task), "grid": grid, "autolr": auto}
+    return {"steps": steps, "facts": facts, "grid_facts": old, "grid": known["grid"], "autolr": auto}
 
 
 def shares(record: dict[str, Any]) -> tuple[tuple[str, float], list[float]]:
@@ -90,13 +96,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="*", default=[])
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--grid", type=Path)
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
     if options.device == "cuda":
         torch.set_float32_matmul_precision("high")
     options.out.mkdir(parents=True, exist_ok=True)
     for steps in options.steps:
-        write(options.out / f"{steps}.json", train(steps, options.data, options.device))
+        write(options.out / f"{steps}.json", train(steps, options.data, options.device, options.grid))
     if options.chart:
         paths = sorted(options.out.glob("*.json"), key=lambda path: int(path.stem))
         records = [json.loads(path.read_text()) for path in paths]
