@@ -262,6 +262,8 @@ class StackedModels:
             return loss
 
         tensors = {f"model.{name}": value for name, value in (self.unflatten(flat) | buffers).items()}
+        if len(flat) == 1:  # what vmap cannot do, as some convolutions on a GPU, is no obstacle to one model
+            return one({name: value[0] for name, value in tensors.items()}, tuple(t[0] for t in batch)).unsqueeze(0)
         losses: Tensor = vmap(one)(tensors, batch)
         return losses
 
