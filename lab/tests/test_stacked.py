@@ -298,3 +298,25 @@ def test_groups_must_name_every_parameter(task: TextTask) -> None:
     model = task.build()
     with pytest.raises(ValueError, match=r"groups must name every parameter once, but they differ in \['blocks"):
         StackedModels([model], task.loss, {"head": ["head.weight"]}, num_replicas=1, optimizer=SGD())
+
+
+def test_one_model_may_do_what_vmap_cannot(task: TextTask) -> None:
+    def loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        batch[0][None, None].is_contiguous(memory_format=torch.channels_last)  # as in convolutions on a GPU
+        return task.loss(model, batch)
+
+    model = task.build(0).double()
+    groups, options = task.groups(model), {"num_replicas": 1, "dtype": torch.float64}
+    engines = [
+        StackedModels([model], each, groups, optimizer=Adam(), **options)  # type: ignore[arg-type]
+        for each in (loss, task.loss)
+    ]
+    two = StackedModels([model, model], task.loss, groups, optimizer=Adam(), **options)  # type: ignore[arg-type]
+    for step in range(3):
+        batch = task.gather(task.rows(step, seed=0)[None, None])
+        lrs = torch.full((1, 1, len(groups)), 0.01).double()
+        for engine in engines:
+            engine.step(batch, lrs)
+        two.step(tuple(t.expand(2, *t.shape[1:]) for t in batch), lrs.expand(2, 1, -1))
+    torch.testing.assert_close(engines[0].weights, engines[1].weights, rtol=0, atol=0)
+    torch.testing.assert_close(two.weights[1:], engines[0].weights, rtol=1e-9, atol=1e-12)
