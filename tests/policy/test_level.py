@@ -271,18 +271,27 @@ def test_the_warm_up_is_a_line_that_ends_at_one(total: int | None) -> None:
     assert rates[-1] == level.lr
 
 
-def test_where_held_out_data_have_a_say_a_tiny_model_starts_as_one_of_3m_parameters() -> None:
-    level, plain = Level(1000, watched=True), Level(1000)
-    for each in (level, plain):
-        list(trained(each, KINDS["Adam"], 70, num=12_500))
-    assert (level.allowance, plain.allowance) == (1.0, allowed(10.0, 12_500))
-    assert plain.lr == pytest.approx(6 * level.lr)
-    steps = range(60, 240)  # after the warm-up
-    assert [step for step in steps if level.is_warming(step)] == list(range(60, 180))
-    assert not any(plain.is_warming(step) for step in steps)
+def test_where_held_out_data_have_a_say_a_tiny_model_takes_two_more_warm_ups() -> None:
+    level = Level(1000, watched=True)
+    rates, said = zip(*trained(level, KINDS["Adam"], 300, num=12_500), strict=True)
+    room = level.allowance
+    assert (allowed(10.0, 12_500), room) == (6.0, 2.0)
+    warm, after = level.warm_steps, range(NUM_FIRST, 300)
+    shares = [min((step + 1) / warm, 1.0) * room ** -min(max((3 - (step + 1) / warm) / 2, 0.0), 1.0) for step in after]
+    assert rates[NUM_FIRST:] == pytest.approx([level.lr * share for share in shares])
+    assert (rates[warm - 1], rates[3 * warm - 1]) == (pytest.approx(level.lr / room), level.lr)
+    told = [text for text in said if text]
+    assert told == [
+        f"the learning rate starts from {level.lr / room:.3g}, at which a step changes the weights by about 0.3%, and "
+        f"reaches {level.lr:.3g} at step {3 * warm}"
+    ]
+    far = Level(1000, peak=100 * level.lr, hint=True, watched=True)
+    assert next(text for _, text in trained(far, KINDS["Adam"], 70, num=12_500) if text).endswith(
+        f"{far.lr:.3g}; the schedule is rescaled to it, which is reached at step {3 * warm}"
+    )
     small = Level(1000, watched=True)
-    list(trained(small, KINDS["Adam"], 70, weights=1e4, num=3e7))
-    assert small.allowance == allowed(1e4, 3e7) < 1
+    rates, _ = zip(*trained(small, KINDS["Adam"], 70, weights=1e4, num=3e7), strict=True)
+    assert rates[-1] == small.lr
 
 
 def test_the_first_steps_are_rounds_of_their_own() -> None:

@@ -26,9 +26,9 @@ falls beyond. The best learning rate falls about as a model's width grows, and t
 USUAL_WEIGHTS, WEIGHTS_POWER = 0.06, -0.75
 """Root mean square of weights of the same, and the power of theirs. The best learning rate depends on the size of the
 weights much less than in proportion: embeddings that start at 1 do not bear steps 16 times as large."""
-LEAST, MOST_ROOM, MOST_WARY, MOST_WATCHED, LEAST_SIZE = 1 / 3, 6.0, 2.0, 1.0, 0.3
-"""Bounds of the allowance, the third where updates follow the gradient, the fourth of the first level where held-out
-data have a say; and what the number of entries takes off the bound on updates at most."""
+LEAST, MOST_ROOM, MOST_WARY, LEAST_SIZE = 1 / 3, 6.0, 2.0, 0.3
+"""Bounds of the allowance, the third where held-out data have a say or updates follow the gradient; and what the number
+of entries takes off the bound on updates at most."""
 OF_GRADIENT, OF_SIGN = (0.3, 8.0), (0.3, 1.05)
 """The first update per unit of learning rate follows the gradient, as SGD's do, where its size over the gradient's is
 between the first two, and its root mean square is not between the others, as that of Adam's. In small batches such
@@ -56,9 +56,9 @@ TRUST = 8.0
 """A schedule is followed as it is where its peak is within this factor of the first level, or of that of a model whose
 allowance is 1."""
 APPROACH = 3.0
-"""Warm-ups after which a schedule is followed as it is where its peak is above the first level, and before which
-nothing raises the learning rate where held-out data have a say. A few steps at a high rate before that would cost more
-than the whole approach."""
+"""Warm-ups after which a schedule is followed as it is where its peak is above the first level; and after which a small
+model has its allowance where held-out data have a say. A few steps at a high rate before that would cost more than the
+whole approach."""
 WARM_SHARE, MAX_WARM, UNKNOWN_WARM = 0.06, 500, 50
 """Of the run: the steps in which the learning rate rises from zero; at most, and in a run of unknown length."""
 NUM_FIRST = 4
@@ -149,9 +149,14 @@ class Level:
         """The highest allowance."""
         return MOST_WARY if self.follows_gradient else MOST_ROOM
 
-    def is_warming(self, step: int) -> bool:
-        """Whether the learning rate is not to rise by what rounds show: held-out data are to have a say before."""
-        return not self.done or (self.watched and step < APPROACH * self.warm_steps)
+    @property
+    def _unroomed(self) -> float:
+        """What the warm-up ends at, of the level."""
+        return 1 / max(self.allowance, 1.0) if self.watched and not self.follows_hint else 1.0
+
+    @property
+    def _until(self) -> int:
+        return math.ceil(APPROACH * self.warm_steps)
 
     def is_searching(self, step: int) -> bool:
         """Whether the step after ``step`` is a round of its own."""
@@ -161,11 +166,12 @@ class Level:
         """Of the level, in the step after ``step``: the warm-up, where the schedule has none of its own.
 
         The peak of a schedule that is followed counts as the level; where it is above the one that was found, the share
-        goes on from there, and is 1 after three warm-ups.
+        goes on from there, and is 1 after three warm-ups. So it does from the level of a large model to that of a small
+        one, where losses on held-out data will be known: they are to have a say before.
         """
         if not self.found or (self.follows_hint and self.lr >= self.peak):
             return 1.0
-        warmed, first = (step + 1) / self.warm_steps, self.lr / self.peak if self.follows_hint else 1.0
+        warmed, first = (step + 1) / self.warm_steps, self.lr / self.peak if self.follows_hint else self._unroomed
         left = min(max((APPROACH - warmed) / (APPROACH - 1), 0.0), 1.0)
         return float(first**left) * (1.0 if self.warms_up else min(warmed, 1.0))
 
@@ -233,26 +239,29 @@ class Level:
             self.smallest = min(self.smallest, self.last) if self.largest else self.last
             self.largest = max(self.largest, self.last)
             self._weights = sizes.floored
-            self.allowance = sizes.allowance(MOST_WATCHED if self.watched else self.most)
+            self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
 
     def _say(self) -> str:
         if self.gave_up:
             return ""
         if not self.hint:
+            first = self.lr * self._unroomed
             return (
-                f"the learning rate starts from {self.lr:.3g}, at which a step changes the weights by about "
-                f"{self.lr * self.last / self._weights:.1%}"
+                f"the learning rate starts from {first:.3g}, at which a step changes the weights by about "
+                f"{first * self.last / self._weights:.1%}"
+                + (f", and reaches {self.lr:.3g} at step {self._until}" if first < self.lr else "")
             )
         if self.follows_hint:
             if self.lr >= self.peak:
                 return ""
             return (
                 f"the schedule is approached from {self.lr:.3g} instead of {self.peak:.3g}, which the size of the "
-                f"updates suggests, and is followed as it is from step {math.ceil(APPROACH * self.warm_steps)} on"
+                f"updates suggests, and is followed as it is from step {self._until} on"
             )
         return (
             f"the schedule's peak of {self.peak:.3g} is {self.peak / self.lr:.2g} times the learning rate that the "
             f"size of the updates suggests, {self.lr:.3g}; the schedule is rescaled to it"
+            + (f", which is reached at step {self._until}" if self._unroomed < 1 else "")
         )
 
     # -- state --------------------------------------------------------------------------------------------------

@@ -353,12 +353,11 @@ class RoundPolicy:
         return min(max(level.lr / level.peak, 1.0), CHOSEN)
 
     def _in_warmup(self, seen: Seen) -> bool:
-        """Whether the learning rate rises by itself, along a warm-up of ours or of the schedule, or is to wait."""
-        if self.level is not None and self.level.is_warming(seen.step):
-            return True
-        # A peak that is not followed has no warm-up that means anything.
-        is_followed = self.level is None or self.level.follows_hint
-        return is_followed and seen.scheduled > self._scheduled * (1 + 1e-6) > 0
+        """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
+        if self.level is not None and not self.level.follows_hint:
+            # A peak that is not followed has no warm-up that means anything.
+            return not self.level.done or self.steering.warmup < 1
+        return seen.scheduled > self._scheduled * (1 + 1e-6) > 0 or (self.level is not None and not self.level.done)
 
     def _note_first(self, losses: FloatArray) -> None:
         known = losses[np.isfinite(losses)]
