@@ -83,7 +83,7 @@ class AutoLR(Scheduler, LRScheduler):
             that join later have the first one's. Beside the bounds of the scale.
         probe: a function that returns the loss on a batch of held-out data, of its own at each call. With the gradient
             signal its gradient, in every twentieth step, says where the learning rate that fits fastest is too high for
-            data that the model has not seen; replicas that differ are compared by it.
+            data that the model has not seen; replicas that differ are compared by it. Learn the weight decay with it.
         weight_decay: ``"learn"`` to find it on the way, from the same probes; a pair for bounds of its own. Default
             from 1e-4 to 10, with a first value of at least 0.1; with SGD from 1e-6 to 1, and at least 0.001. Param
             groups keep their ratios.
