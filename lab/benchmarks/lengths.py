@@ -39,15 +39,17 @@ def train(steps: int, data: Path, device: str, have: Path | None = None) -> dict
     """All runs of one length."""
     task = load_task(TASK, data)
     bench = Bench(BY_NAME[TASK], task, SEEDS, steps, device)
-    facts = provenance.describe(task)
+    facts = old = provenance.describe(task)
     if have is None:
         runs = [Run(lr=lr, seed=seed, schedule=shape) for lr in RATES for shape in SHAPES for seed in SEEDS]
-        known = {"facts": facts, "grid": bench.train(runs, bench.entry.optimizer, watched=False)}
+        grid = bench.train(runs, bench.entry.optimizer, watched=False)
     else:
         known = json.loads((have / f"{steps}.json").read_text())
-    old = known.get("grid_facts", known["facts"])
+        grid, old = known["grid"], known.get("grid_facts", known["facts"])
+        if old["data_sha256"] != facts["data_sha256"]:
+            raise SystemExit(f"{have} is of other data")
     auto = run_method(bench, "autolr")
-    return {"steps": steps, "facts": facts, "grid_facts": old, "grid": known["grid"], "autolr": auto}
+    return {"steps": steps, "facts": facts, "grid_facts": old, "grid": grid, "autolr": auto}
 
 
 def shares(record: dict[str, Any]) -> tuple[tuple[str, float], list[float]]:
