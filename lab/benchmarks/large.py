@@ -183,13 +183,13 @@ class Text(Trainer):
 
 
 class FineTune(Text):
-    """The GPT of ``Text``, pre-trained on source by AutoLR, on another text."""
+    """The GPT of ``Text``, pre-trained on source under WSD, the same for every version, on another text."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         super().begin(0)
         self.args = argparse.Namespace(**{**vars(args), "steps": args.pretrain, "batch": args.pretrain_batch})
-        self.pretrained = self.run("autolr", 1e-3)
+        self.pretrained = self.run("wsd", 6e-4)
         self.args, self.first = args, {name: value.clone() for name, value in self.model.state_dict().items()}
         files = [args.data / "wikitext-2" / name for name in ("test.txt", "valid.txt")]
         text = b"".join(file.read_bytes() for file in files)
