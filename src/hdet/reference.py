@@ -166,7 +166,7 @@ class AutoLR:
 def allowance(size: float, num: int, most: float, least: float = 0.0) -> float:
     """What a step may do: less in models that are large, or have large weights, 1 at 3M entries of 0.06."""
     by_size = math.pow(num / 3e6, -0.8 if num > 3e6 else -0.4)  # the best rate falls about as a model's width grows
-    return min(max(math.pow(max(size / math.sqrt(num), 1e-3) / 0.06, -0.75) * max(by_size, least), 0.5), most)
+    return min(max(math.pow(max(size / math.sqrt(num), 1e-3) / 0.06, -0.75) * max(by_size, least), 1 / 3), most)
 
 
 def smoothed(rounds: list[tuple[float, float, float]]) -> tuple[float, float]:

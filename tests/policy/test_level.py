@@ -50,10 +50,10 @@ def trained(
 
 
 def allowed(weights: float, num: float = 2e5) -> float:
-    """What a step may do by the model's size and that of its weights, 1 at 3M entries of 0.06; a half to 6."""
+    """What a step may do by the model's size and that of its weights, 1 at 3M entries of 0.06; a third to 6."""
     size = max(weights / math.sqrt(num), 1e-3)
     exponent = 0.4 if num <= 3e6 else 0.8
-    return min(max(math.pow(0.06 / size, 0.75) * math.pow(3e6 / num, exponent), 0.5), 6.0)
+    return min(max(math.pow(0.06 / size, 0.75) * math.pow(3e6 / num, exponent), 1 / 3), 6.0)
 
 
 ADAM = SHARE * allowed(10.0) * 10 / 90 / 2.5
@@ -194,12 +194,12 @@ def test_before_an_update_was_seen_rates_follow_two_guesses_and_stay_near_them(w
         (3e6 * 2, 0.06, 2**-0.8),
         (3e6 / 32, 0.06 * 16, 0.5),
         (200, 0.06, 6.0),
-        (3e6, 1.0, 0.5),
-        (10**12, 0.06, 0.5),
+        (3e6, 1.0, 1 / 3),
+        (10**12, 0.06, 1 / 3),
     ],
 )
 def test_steps_begin_larger_in_small_models_and_with_small_weights(num: float, size: float, share: float) -> None:
-    """As number of entries and size of the weights go, and between half and six times.
+    """As number of entries and size of the weights go, and between a third and six times.
 
     A schedule is followed that is near this, or near what a model of the usual size would begin with.
     """

@@ -133,7 +133,7 @@ def allowance_of(weights: float, num_entries: int, highest: float, most_taken: f
     times = num_entries / 3e6
     taken = min(times**0.4 if times <= 1 else times**0.8, most_taken)
     size = max(weights / math.sqrt(num_entries), 1e-3)
-    return float(np.clip((0.06 / size) ** 0.75 / taken, 0.5, highest))
+    return float(np.clip((0.06 / size) ** 0.75 / taken, 1 / 3, highest))
 
 
 def share_of(s: AnchorScenario) -> float:

@@ -1,6 +1,6 @@
 """The first learning rate, from the size of the updates (Eq. 16). Numbers only.
 
-A step that changes the weights by a hundredth of their size, in large models by half of that and in tiny ones
+A step that changes the weights by a hundredth of their size, in large models by a third of a hundredth and in tiny ones
 by several, is a sensible first one for every optimizer; the learning rate that does so follows from one measured
 update. So the first steps are taken at a negligible rate, which tells the size of an update per unit of learning rate,
 and the rate then rises along the warm-up.
@@ -26,7 +26,7 @@ falls beyond. The best learning rate falls about as a model's width grows, and t
 USUAL_WEIGHTS, WEIGHTS_POWER = 0.06, -0.75
 """Root mean square of weights of the same, and the power of theirs. The best learning rate depends on the size of the
 weights much less than in proportion: embeddings that start at 1 do not bear steps 16 times as large."""
-LEAST, MOST_ROOM, MOST_WARY, LEAST_SIZE = 0.5, 6.0, 2.0, 0.3
+LEAST, MOST_ROOM, MOST_WARY, LEAST_SIZE = 1 / 3, 6.0, 2.0, 0.3
 """Bounds of the allowance, the third where held-out data have a say or updates follow the gradient; and what the number
 of entries takes off the bound on updates at most."""
 OF_GRADIENT, OF_SIGN = (0.3, 8.0), (0.3, 1.05)
