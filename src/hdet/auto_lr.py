@@ -255,13 +255,16 @@ class AutoLR(Scheduler, LRScheduler):
 
         And the final decay begins early where they have turned.
         They have turned when the last quarter of them, two at least, is above the best stretch as long, by more than
-        twice its standard error. The learning rates then decay to zero within 0.3 times the steps so far, and a line in
-        the log says when training may end. Values that never were below the first one, as those of a metric for which
-        higher is better, turn nothing.
+        twice its standard error, and the training loss is not. The learning rates then decay to zero within 0.3 times
+        the steps so far, and a line in the log says when training may end. Values that never were below the first one,
+        as those of a metric for which higher is better, turn nothing.
 
         With ``Copies(best=True)`` the decay starts from the best weights so far instead, at a quarter of the learning
-        rate, and takes 0.6 times the steps so far; also where validation turns in the final decay itself. Those are the
-        weights at hand when this is called, and every rank must pass the same loss.
+        rate, and takes 0.6 times the steps so far; also where validation turns in the final decay itself, of which the
+        last eighth counts. Those are the weights at hand when this is called, and every rank must pass the same loss.
+        And where a small model memorises its data at once, training starts again from its first weights: validation is
+        more than a quarter above the training loss in evaluations in a row, before 0.3 of the run. Then the learning
+        rate is that of a model of 3M parameters, does not rise, and the optimizer's state is new.
 
         Args:
             loss: that of training on validation data, or another metric; a number, or a tensor with one element. On any

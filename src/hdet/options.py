@@ -115,7 +115,8 @@ class Copies(Options):
             accelerator in the host's memory, every hundred steps or so. Name that, e.g. ``"cuda"``, to keep them there.
         best: keep the weights and buffers of the lowest loss that :meth:`AutoLR.evaluated` was given, in the host's
             memory and in checkpoints: as many bytes as the weights, of each rank its own shards. A final decay that
-            begins early starts from them, and :meth:`AutoLR.restore_best` brings them back.
+            begins early starts from them, and :meth:`AutoLR.restore_best` brings them back. A small model that
+            memorises its data at once starts again from its first weights (:meth:`AutoLR.evaluated`).
 
     Example:
         >>> import torch

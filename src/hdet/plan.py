@@ -242,6 +242,10 @@ class Plan:
         if level is not None:
             num_ranks = replicas.count * replicas.num_parts
             signals.append(UpdateSize(num_ranks=num_ranks, stride=stride_of(None, optimizer)))
+            has_first = kept is not None and kept.stride == 1 and kept.dtype is None and anchor == "start"
+            captured = any(group.get("capturable") for group in optimizer.param_groups)  # a graph holds on to the state
+            restarts = has_first and not captured and self.probe is None and not level.hint
+            level.restarts = self.copies.best and restarts
         steering = Steering(
             num_knobs=max(knob_of_group) + 1,
             num_replicas=replicas.count if differs else 1,
@@ -457,7 +461,7 @@ def finds_level(adapt: Adapt, *, step: int, lr_given: bool) -> bool:
 def _level(plan: Plan, *, step: int, shape: Sequence[float], lr_given: bool, first_lr: float) -> Level | None:
     if not finds_level(plan.adapt, step=step, lr_given=lr_given):
         return None
-    watched = plan.probe is not None or plan.copies.best
+    watched = plan.probe is not None
     if not lr_given:
         return Level(plan.total_steps, given=first_lr, watched=watched)
     peak = max(shape) if len(shape) else first_lr

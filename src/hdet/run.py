@@ -100,6 +100,8 @@ class Run:
         self.anchor = anchor
         self.undo = undo
         self.best = best
+        self.starting_over = False
+        """Whether the weights are on their way back to the first ones, or were interrupted there."""
         policy.keeps_best = best is not None
         self.skip_nonfinite = skip_nonfinite
         self.active = replication.differs or any(not signal.compares for signal in signals)
@@ -263,6 +265,8 @@ class Run:
                 distance, averaged = self.replication.end_round(step, verdict, last=last)
                 if verdict.keep and self.undo is not None:
                     self.undo.keep()
+            if verdict.restart:
+                self.start_over()
             if verdict.decay_steps and self.best is not None and self.best.step >= 0:
                 self.restore_best(self.best)
             if verdict.new_anchor:
@@ -302,9 +306,24 @@ class Run:
             self.history.write(record)
         return True
 
+    def start_over(self) -> None:
+        """Back to the first weights, which the anchor holds, and to an optimizer that has seen nothing."""
+        assert self.anchor is not None
+        self.starting_over = True
+        parameters = self.weights.anchored()
+        self.anchor.place_(parameters, [0.0] * len(parameters))
+        for p in parameters:
+            self.optimizer.state.pop(p, None)
+        self.starting_over = False
+        self._forget_past()
+
     def restore_best(self, best: Best) -> None:
-        """Back to the weights of the lowest validation loss. What the loss is there nobody knows."""
+        """Back to the weights of the lowest validation loss."""
         best.restore()
+        self._forget_past()
+
+    def _forget_past(self) -> None:
+        """The weights were replaced. What the loss is there nobody knows."""
         if self.undo is not None:
             self.undo.restart(None)
         if self.policy.rollback is not None:
@@ -323,6 +342,8 @@ class Run:
             self.undo.restore()
         if self.best is not None and self.best.restoring:
             self.best.restore()
+        if self.starting_over:
+            self.start_over()
         self.policy.load_state_dict(state)
         self.policy.acting = acting
         self.history.put_back(history)

@@ -16,18 +16,21 @@ from hypothesis import strategies as st
 from hdet.policy.evaluations import DOWN, LOWEST, MAX_KEPT, ROOM, UP, Confirmed, Evaluations, have_turned
 
 
-def slow_turned(losses: list[float]) -> bool:
+def slow_turned(losses: list[float], trained: list[float], *, in_decay: bool = False) -> bool:
     """The rule, read from its description."""
     num = len(losses)
-    length = max(num // 4, 2)
+    length = max(num // (8 if in_decay else 4), 2)
     if num < 2 * length + 1:
         return False
-    stretches = [losses[i : i + length] for i in range(num - length + 1)]
-    best, last = min(map(fmean, stretches[: num - 2 * length + 1])), fmean(stretches[-1])
-    second = np.diff(losses[num // 4 :], 2)
+    means = [fmean(losses[i : i + length]) for i in range(num - length + 1)]
+    best, last = min(means[: num - 2 * length + 1]), means[-1]
+    at = means.index(best)
+    memorises = in_decay or not fmean(trained[-length:]) > fmean(trained[at : at + length])
+    second = np.diff(losses[num // (2 if in_decay else 4) :], 2)
     noise = max(math.sqrt(np.mean(second**2) / 6), 0.005 * abs(best))
     lowest = min(losses[: num - length])
-    return lowest < losses[0] and min(losses[num - length :]) > lowest and last - best > 2 * noise * (2 / length) ** 0.5
+    has_risen = lowest < losses[0] and min(losses[num - length :]) > lowest
+    return memorises and has_risen and last - best > 2 * noise * (2 / length) ** 0.5
 
 
 def turned_at(losses: list[float]) -> int | None:
@@ -37,19 +40,44 @@ def turned_at(losses: list[float]) -> int | None:
     return run.turned_at
 
 
-@given(st.lists(st.floats(0.1, 3), max_size=40))
-def test_it_is_the_slow_version(losses: list[float]) -> None:
-    assert have_turned(losses) == slow_turned(losses)
+@given(st.lists(st.tuples(st.floats(0.1, 3), st.floats(0.1, 3)), max_size=40), st.booleans())
+def test_it_is_the_slow_version(rows: list[tuple[float, float]], in_decay: bool) -> None:
+    losses, trained = ([row[i] for row in rows] for i in (0, 1))
+    assert have_turned(losses, trained, in_decay=in_decay) == slow_turned(losses, trained, in_decay=in_decay)
 
 
-def test_it_is_the_slow_version_where_losses_fall_and_rise() -> None:
+@pytest.mark.parametrize("in_decay", [False, True])
+def test_it_is_the_slow_version_where_losses_fall_and_rise(in_decay: bool) -> None:
     rng = np.random.default_rng(0)
     found = []
     for num in rng.integers(5, 40, 400):
         losses = (1 + rng.uniform(0, 0.2) * np.linspace(-1, 1, num) ** 2 + 0.05 * rng.normal(size=num)).tolist()
-        found.append(have_turned(losses))
-        assert found[-1] == slow_turned(losses)
-    assert 0.2 < fmean(found) < 0.8
+        trained = np.linspace(1, rng.uniform(0.4, 1.1), num).tolist()
+        found.append(have_turned(losses, trained, in_decay=in_decay))
+        assert found[-1] == slow_turned(losses, trained, in_decay=in_decay)
+    assert 0.15 < fmean(found) < 0.8
+
+
+def test_losses_that_rise_with_the_training_loss_have_not_turned() -> None:
+    """But in a decay, where it falls anyway, the best weights are better whatever has happened."""
+    losses, up, down = [1.0, 0.5, 0.5, 0.5, 0.9, 0.95], [1, 0.4, 0.4, 0.4, 0.8, 0.8], [1, 0.4, 0.4, 0.4, 0.3, 0.2]
+    assert not have_turned(losses, up)
+    assert have_turned(losses, down)
+    assert have_turned(losses, up, in_decay=True)
+    assert have_turned(losses, [math.nan] * 6)  # nobody knows
+
+
+def test_a_decay_has_begun_when_two_evaluations_are_in_it() -> None:
+    """So that the quarter of them is not waited for. The training loss is that of the rounds before each."""
+    losses = [*(2.0 / (step + 1) for step in range(16)), 0.2, 0.21, 0.22, 0.23]
+    found = {}
+    for decays in (math.inf, 16, 17, 18):
+        run = Evaluations()
+        run.confirmed.recent = [1.0]
+        told = [step for step, loss in enumerate(losses, 1) if run.add(step, loss, decays=decays)]
+        found[decays] = told
+        assert run.trained == [1.0] * 20
+    assert found == {math.inf: [], 16: [18], 17: [19], 18: [20]}
 
 
 def test_losses_that_overfit_have_turned() -> None:
@@ -112,6 +140,7 @@ def test_it_continues_from_its_state() -> None:
         ({"steps": [1]}, "losses must be 1 finite numbers"),
         ({"losses": [1.0, math.nan]}, "losses must be 2 finite numbers"),
         ({"turned_at": -1}, "turned_at must be an integer >= 0"),
+        ({"trained": [1.0]}, "trained must have 2 losses, but got 1"),
         ({"steps": [0] * 600, "losses": [0.0] * 600}, "evaluations must be at most 512"),
     ],
 )
@@ -183,6 +212,26 @@ def test_what_is_no_loss_of_the_same_kind_does_nothing(metric: Callable[[float],
     assert min(found) > 0.5
 
 
+def test_the_ratio_is_that_of_the_last_evaluation() -> None:
+    """Also where the first was far below the training loss, which falls fast at first."""
+    confirmed = Confirmed()
+    for evaluation, loss, ratio in ((math.nan, 1.0, 0.0), (0.3, 0.1, 0.3), (0.2, 0.05, 0.2 / 0.55), (0.15, 0.05, 2.0)):
+        confirmed.add(evaluation, loss, moves=True)
+        confirmed = Confirmed.from_state(json.loads(json.dumps(confirmed.state_dict())))
+        assert confirmed.ratio == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("metric", [lambda loss: -loss, lambda loss: 3 * loss, math.sqrt])
+def test_what_is_no_loss_of_the_same_kind_has_no_ratio(metric: Callable[[float], float]) -> None:
+    """A root mean square is above the mean square late in a run."""
+    for first in (0.3, 0.8, 3.0, 100.0):
+        confirmed = Confirmed()
+        for index in range(200):
+            evaluation = metric(first * falling(index)) if index and index % 10 == 0 else math.nan
+            confirmed.add(evaluation, first * falling(index), moves=True)
+        assert confirmed.ratio == -1
+
+
 @given(
     rows=st.lists(
         st.tuples(st.floats(allow_nan=True), st.one_of(st.just(math.nan), st.floats())), min_size=1, max_size=30
@@ -214,6 +263,7 @@ def test_the_fall_is_told_once_and_only_where_it_moves() -> None:
         ({"follows": "x"}, "follows of confirmed must be in"),
         ({"num": 3}, "num of confirmed must be -1, 0, 1 or 2, but got 3"),
         ({"recent": [math.nan]}, "recent must be"),
+        ({"ratio": -2.0}, "ratio of confirmed must be in"),
     ],
 )
 def test_a_bad_state_of_what_is_confirmed(change: dict[str, object], said: str) -> None:
@@ -222,6 +272,14 @@ def test_a_bad_state_of_what_is_confirmed(change: dict[str, object], said: str) 
 
 
 def test_a_state_without_it_is_of_an_earlier_version() -> None:
-    state = Evaluations().state_dict()
-    del state["confirmed"]
-    assert Evaluations.from_state(state).confirmed.state_dict() == Confirmed().state_dict()
+    run = Evaluations()
+    run.add(1, 1.0)
+    state = run.state_dict()
+    del state["confirmed"], state["trained"]
+    loaded = Evaluations.from_state(state)
+    assert loaded.confirmed.state_dict() == Confirmed().state_dict()
+    assert len(loaded.trained) == 1
+    assert math.isnan(loaded.trained[0])
+    confirmed = Confirmed().state_dict()
+    del confirmed["ratio"]
+    assert Confirmed.from_state(confirmed).ratio == 0

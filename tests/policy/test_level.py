@@ -240,10 +240,12 @@ def test_updates_that_follow_the_gradient_begin_smaller(unit: float, num: float,
 @pytest.mark.parametrize(("parts", "allowance"), [({}, 1.0), ({"caution": 0.5, "room": 1.0}, 0.5)])
 def test_a_state_of_an_earlier_version_has_no_allowance(parts: dict[str, float], allowance: float) -> None:
     state = {**Level(1000).state_dict(), **parts}
-    del state["allowance"], state["smallest"], state["watched"], state["follows_gradient"]
+    for name in ("allowance", "smallest", "watched", "follows_gradient", "started", "restarts", "apart_since"):
+        del state[name]
     loaded = Level.from_state(state)
     assert loaded is not None
     assert (loaded.watched, loaded.allowance, loaded.smallest) == (False, allowance, 0.0)
+    assert (loaded.restarts, loaded.started, loaded.apart_since) == (False, 0, 0)
     with pytest.raises(ValueError, match="allowance of the level must be a finite number > 0"):
         Level.from_state({**state, "caution": None})
 
@@ -292,6 +294,50 @@ def test_where_held_out_data_have_a_say_a_tiny_model_takes_two_more_warm_ups() -
     small = Level(1000, watched=True)
     rates, _ = zip(*trained(small, KINDS["Adam"], 70, weights=1e4, num=3e7), strict=True)
     assert rates[-1] == small.lr
+
+
+def memorised(ratios: dict[int, float], *, num: float = 12_500, restarts: bool = True) -> tuple[Level, list[str]]:
+    """A level of 1,000 steps, its warm-up over, after evaluations at these steps."""
+    level = Level(1000)
+    for _ in trained(level, KINDS["Adam"], 70, num=num):
+        pass
+    level.restarts = restarts
+    said = []
+    for step, ratio in ratios.items():
+        level = Level.from_state(level.state_dict()) or level
+        if level.restarts:
+            said += [level.start_again(step, ratio)]
+    return level, [text for text in said if text]
+
+
+def test_a_small_model_whose_evaluations_part_starts_again_lower() -> None:
+    """At the level of a model of 3M parameters, along a warm-up of its own. Once."""
+    first = memorised({})[0]
+    level, said = memorised({100: 1.2, 140: 1.3, 180: 1.5, 240: 9.0})
+    assert first.allowance == 6
+    assert (level.allowance, level.started, level.restarts) == (1.0, 180, False)
+    assert [level.lr, level.scale] == pytest.approx([first.lr / 6, first.scale / 6])
+    assert [level.share(step) for step in (180, 209, 239, 500)] == pytest.approx([1 / 60, 0.5, 1.0, 1.0])
+    assert said == [
+        f"validation is 1.5 times the training loss: training starts again from its first weights, at a learning rate "
+        f"of {level.lr:.3g}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "num"),
+    [
+        ({100: 1.3, 135: 1.5}, 12_500),  # too short a time, of a warm-up of 60 steps
+        ({100: 1.3, 120: 1.2, 140: 2.0, 160: 1.0, 200: 3.0}, 12_500),  # not in a row
+        ({301: 2.0, 400: 2.0, 500: 2.0}, 12_500),  # too late
+        ({100: 2.0, 200: 2.0}, 3e9),  # a large model
+        ({100: -1.0, 200: -1.0}, 12_500),  # of another kind
+    ],
+)
+def test_what_starts_nothing_again(ratios: dict[int, float], num: float) -> None:
+    level, said = memorised(ratios, num=num)
+    assert (level.started, said) == (0, [])
+    assert level.lr == memorised({}, num=num)[0].lr
 
 
 def test_the_first_steps_are_rounds_of_their_own() -> None:

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import job
-from hdet import AutoLR, Copies
+from hdet import Adapt, AutoLR, Copies
 from hdet.ensemble import Ensemble
 from hdet.replicas.sharding import local_tensor
+from hdet.weights.anchor import Anchor
 from hdet.weights.snapshot import Best
 
 STEPS = 200
@@ -121,15 +122,152 @@ def test_a_restore_that_is_interrupted_is_completed(monkeypatch: pytest.MonkeyPa
     assert _equal(run.weights(), run.kept[60])
 
 
-@pytest.mark.filterwarnings("ignore:the round that ended at step")
-def test_nothing_changes_where_validation_still_falls_but_in_small_models() -> None:
-    """Which take longer to their first learning rate. So wide a model on so few rows has a round undone."""
-    runs = Run(width=10_000), Run(width=10_000, copies=Copies())
+def test_nothing_changes_where_validation_still_falls() -> None:
+    runs = Run(), Run(copies=Copies())
     for run in runs:
         run.overfits = 0.0
-        run.train(100)
+        run.train(STEPS)
     assert runs[0].lrs == runs[1].lrs
     assert _equal(runs[0].weights(), runs[1].weights())
+
+
+# -- a small model that memorises its data at once ------------------------------------------------------------------
+
+
+class Memorising:
+    """Twelve rows of noise to learn, forty to validate on; an evaluation every tenth step."""
+
+    def __init__(self, *, wrap: Any = None, momentum: bool = False, capturable: bool = False, **settings: Any) -> None:
+        torch.manual_seed(0)
+        x, y = torch.randn(52, 10), torch.randn(52, 1)
+        self.rows, self.held_out = (x[:12], y[:12]), (x[12:], y[12:])
+        self.model: nn.Module = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.model = self.model if wrap is None else wrap(self.model)
+        parameters = list(self.model.parameters())
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters)
+        self.optimizer.param_groups[0]["capturable"] = capturable
+        if momentum:
+            self.optimizer = torch.optim.SGD(parameters, momentum=0.9)
+        settings = {"copies": BEST, **settings}
+        self.auto = AutoLR(self.optimizer, total_steps=STEPS, model=self.model, **settings)
+        self.optimizer.param_groups[0]["capturable"] = False  # which takes an accelerator
+        self.batches = torch.Generator().manual_seed(1)
+        self.metric: Any = lambda loss: loss
+        self.lrs: list[float] = []
+        self.seen: list[list[Tensor]] = []
+        """Weights before each step."""
+
+    def loss(self, rows: tuple[Tensor, Tensor], chosen: Any = slice(None)) -> Tensor:
+        return nn.functional.mse_loss(self.model(rows[0][chosen]), rows[1][chosen])
+
+    def train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.seen.append([local_tensor(p).detach().clone() for p in self.model.parameters()])
+            loss = self.loss(self.rows, torch.randint(12, (8,), generator=self.batches))
+            self.optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            self.lrs.append(float(self.optimizer.param_groups[0]["lr"]))
+            self.optimizer.step()
+            self.auto.step(loss)
+            if self.auto.last_epoch % 10 == 0:
+                with torch.no_grad():
+                    self.auto.evaluated(self.metric(float(self.loss(self.held_out))))
+
+    @property
+    def restarts(self) -> list[int]:
+        return [r.step for r in self.auto.history if any("starts again" in event for event in r.events)]
+
+
+def _falls_a_little() -> Any:
+    """Validation that falls by a hundredth once, and then stands still."""
+    values = iter([1.0, 0.99])
+    return lambda loss: next(values, 0.99)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_a_small_model_that_memorises_starts_again(momentum: bool) -> None:
+    run = Memorising(momentum=momentum)
+    run.metric = _falls_a_little()
+    run.train(100)
+    (at,) = run.restarts
+    assert 20 < at <= 60
+    assert _equal(run.seen[at], run.seen[0])
+    assert not _equal(run.seen[at + 1], run.seen[0])
+    before, after = max(run.lrs[:at]), max(run.lrs[at : at + 12])
+    assert after < 0.7 * before
+    assert run.lrs[at] < 0.2 * after  # along a warm-up
+    if not momentum:
+        assert {int(run.optimizer.state[p]["step"]) for p in run.model.parameters()} == {100 - at}
+    assert run.auto.restore_best() == 20  # the lowest of all
+    assert run.auto.history[-1].num_rollbacks == 0
+
+
+def test_values_that_only_rise_start_nothing_again() -> None:
+    """An accuracy, say."""
+    run = Memorising()
+    values = iter([0.7 + 0.01 * k for k in range(20)])
+    run.metric = lambda loss: next(values)
+    run.train(STEPS)
+    assert run.restarts == []
+    assert run.auto.total_steps == STEPS
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"copies": Copies()},  # nobody has asked for it
+        {"copies": Copies(best=True, anchor_dtype=torch.bfloat16)},  # nobody has the first weights
+        {"copies": Copies(best=True, anchor_share=0.5)},
+        {"adapt": Adapt(anchor=5)},
+        {"capturable": True},
+        {"adapt": Adapt(act=False)},
+    ],
+)
+def test_where_it_does_not_start_again(settings: dict[str, Any]) -> None:
+    run = Memorising(**settings)
+    run.metric = _falls_a_little()
+    run.train(80)
+    assert run.restarts == []
+    assert not any(_equal(weights, run.seen[0]) for weights in run.seen[20:])
+
+
+@pytest.mark.parametrize("stop", [15, 24, 33, 64])
+def test_a_run_resumed_around_it_is_the_same(stop: int) -> None:
+    """Between two evaluations; at the one before, and in mid-round; and after."""
+    whole, second = Memorising(), Memorising()
+    whole.metric = second.metric = lambda loss: 0.99 if whole.auto.last_epoch > 10 else 1.0
+    whole.train(stop)
+    parts = [copy.deepcopy(part.state_dict()) for part in (whole.model, whole.optimizer, whole.auto)]
+    batches = whole.batches.get_state()
+    whole.train(90 - stop)
+    assert whole.restarts
+    second.model.load_state_dict(parts[0])
+    second.optimizer.load_state_dict(parts[1])
+    second.auto.load_state_dict(parts[2])
+    second.batches.set_state(batches)
+    second.train(90 - stop)
+    assert second.lrs == whole.lrs[stop:]
+    assert _equal(second.seen[-1], whole.seen[-1])
+
+
+def test_a_restart_that_is_interrupted_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, place = Memorising(), Anchor.place_
+    run.metric = lambda loss: 0.99 if run.auto.last_epoch > 10 else 1.0
+
+    def interrupted(anchor: Anchor, *args: Any) -> None:
+        monkeypatch.setattr(Anchor, "place_", place)
+        with torch.no_grad():
+            next(run.model.parameters()).zero_()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Anchor, "place_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.train(STEPS)
+    assert run.restarts == []
+    assert _equal([p.detach() for p in run.model.parameters()], run.seen[0])
+    run.auto.step(torch.tensor(1.0))
+    assert len(run.restarts) == 1
+    assert _equal([p.detach() for p in run.model.parameters()], run.seen[0])
 
 
 STOPS = (80, 85, 98)
@@ -216,6 +354,28 @@ def test_each_rank_keeps_its_own(kind: str) -> None:
     assert other_fine
     assert lrs == other_lrs
     assert _equal(weights[:4], others[:4]) == (kind == "ddp")
+
+
+def _restart_on_ranks(kind: str) -> tuple[list[int], list[float], bool, list[Tensor]]:
+    wraps: dict[str, Any] = {
+        "ddp": lambda model: nn.parallel.DistributedDataParallel(model),
+        "fsdp": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    }
+    run = Memorising(wrap=wraps[kind])
+    run.batches.manual_seed(1 + dist.get_rank())
+    run.metric = _falls_a_little()
+    run.train(70)
+    (at,) = run.restarts
+    return [at], run.lrs, _equal(run.seen[at], run.seen[0]), run.seen[-1]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_start_again_together(kind: str) -> None:
+    first, second = job.launch(_restart_on_ranks, 2, kind)
+    assert first[:2] == second[:2]
+    assert first[2]
+    assert second[2]
+    assert _equal(first[3], second[3]) == (kind == "ddp")
 
 
 def test_ranks_that_pass_different_losses() -> None:

@@ -13,8 +13,9 @@ from hdet.checks import mapping_of, number, numbers_of, shown, whole_of
 
 SURE = 2.0
 """Standard errors by which the last evaluations are above the best ones."""
-WINDOW_SHARE, MIN_WINDOW = 4, 2
-"""The last quarter of the evaluations is compared with the best of as many in a row; of two at least."""
+WINDOW_SHARE, LATE_SHARE, MIN_WINDOW = 4, 8, 2
+"""The last quarter of the evaluations is compared with the best of as many in a row; in a decay, where they are more
+exact, the last eighth; of two at least."""
 SMALLEST_NOISE = 0.005
 """Of the best mean: no evaluation is taken to be more exact."""
 LARGEST = 1e100
@@ -42,6 +43,7 @@ class Evaluations:
 
     Attributes:
         steps, losses: of each evaluation so far.
+        trained: the training loss before each; NaN where it was unknown.
         turned_at: the step at which they had turned; None before.
         confirmed: what they have confirmed.
     """
@@ -49,6 +51,7 @@ class Evaluations:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.losses: list[float] = []
+        self.trained: list[float] = []
         self.turned_at: int | None = None
         self.confirmed = Confirmed()
 
@@ -57,15 +60,20 @@ class Evaluations:
         """That of the lowest loss."""
         return self.steps[self.losses.index(min(self.losses))] if self.losses else None
 
-    def add(self, step: int, loss: float) -> bool:
-        """Take one in; True once, when they turn. One that is not finite tells nothing."""
+    def add(self, step: int, loss: float, *, decays: float = math.inf) -> bool:
+        """Take one in; True once, when they turn. One that is not finite tells nothing.
+
+        ``decays``: the step from which on the learning rate decays, where the best weights are kept.
+        """
         if not abs(loss) <= LARGEST:
             return False
         self.steps.append(step)
         self.losses.append(loss)
+        self.trained.append(self.confirmed.now)
         if len(self.steps) > MAX_KEPT:
-            self.steps, self.losses = self.steps[1::2], self.losses[1::2]
-        if self.turned_at is None and have_turned(self.losses):
+            self.steps, self.losses, self.trained = self.steps[1::2], self.losses[1::2], self.trained[1::2]
+        in_decay = len(self.steps) >= MIN_WINDOW and self.steps[-MIN_WINDOW] > decays
+        if self.turned_at is None and have_turned(self.losses, self.trained, in_decay=in_decay):
             self.turned_at = step
             return True
         return False
@@ -74,6 +82,7 @@ class Evaluations:
         return {
             "steps": list(self.steps),
             "losses": list(self.losses),
+            "trained": [loss if math.isfinite(loss) else None for loss in self.trained],
             "turned_at": self.turned_at,
             "confirmed": self.confirmed.state_dict(),
         }
@@ -90,6 +99,10 @@ class Evaluations:
             found.turned_at = whole_of(state["turned_at"], "turned_at")
         if len(found.steps) > MAX_KEPT:
             raise ValueError(f"evaluations must be at most {MAX_KEPT}, but got {len(found.steps)}")
+        trained = [math.nan if loss is None else number(loss) for loss in state.get("trained", [])]
+        found.trained = trained or [math.nan] * len(found.steps)  # an earlier version had none
+        if len(found.trained) != len(found.steps):
+            raise ValueError(f"trained must have {len(found.steps)} losses, but got {len(found.trained)}")
         if "confirmed" in state:  # an earlier version had none
             found.confirmed = Confirmed.from_state(mapping_of(state["confirmed"], "confirmed"))
         return found
@@ -118,6 +131,13 @@ class Confirmed:
         self.squared = 0.0
         """Below zero where the first two are nearer to the square root of the training loss."""
         self.recent: list[float] = []
+        self.ratio = 0.0
+        """The last evaluation over the training loss; below zero where it is of another kind."""
+
+    @property
+    def now(self) -> float:
+        """The training loss of the last rounds; NaN where it is unknown."""
+        return math.fsum(self.recent) / len(self.recent) if self.recent else math.nan
 
     @property
     def is_low(self) -> bool:
@@ -129,12 +149,12 @@ class Confirmed:
 
         True once, when the share begins to fall.
         """
-        if abs(evaluation) <= LARGEST and self.recent and self.num >= 0:
-            self._compare(evaluation, math.fsum(self.recent) / len(self.recent))
+        if abs(evaluation) <= LARGEST and self.recent:
+            self._compare(evaluation, self.now)
         if not abs(loss) <= LARGEST:
             return False
         self.recent = [*self.recent, loss][-2:]
-        now = math.fsum(self.recent) / len(self.recent)
+        now = self.now
         if not moves or not self.num:
             return False
         wanted, before = 1.0, self.share
@@ -146,16 +166,20 @@ class Confirmed:
 
     def _compare(self, value: float, trained: float) -> None:
         first = not self.num
-        if not (value > 0 and trained > 0) or (first and not 1 / ALIKE <= value / trained <= ALIKE):
-            self.num = -1
+        if not (value > 0 and trained > 0) or (first and value > ALIKE * trained) or self.ratio < 0:
+            self.num, self.ratio = -1, -1.0
             return
+        self.ratio = min(value / trained, LARGEST)
         log_value, log_trained = math.log(value), math.log(trained)
         if self.num < 2:
             self.squared += 2 * abs(log_trained - 2 * log_value) - abs(log_trained - log_value)
+        if self.num < 0 or (first and self.ratio < 1 / ALIKE):
+            self.num, self.ratio = -1, self.ratio if self.squared >= 0 else -1.0
+            return
         if not first and trained < FALLEN * self.trained:
             fall = math.log(self.last) - log_value
             if self.num == 1 and (fall <= 0 or self.squared < 0):
-                self.num = -1
+                self.num, self.ratio = -1, self.ratio if self.squared >= 0 else -1.0
                 return
             self.follows = min(max(fall / (math.log(self.trained) - log_trained), 0.0), 1.0)
             self.num = 2
@@ -169,7 +193,8 @@ class Confirmed:
         """A new one out of a state; ValueError or KeyError where it cannot be."""
         found = cls()
         bounds = {"share": (LOWEST / 2, 1.0), "last": (1e-320, LARGEST), "trained": (1e-320, LARGEST)}
-        bounds |= {"follows": (0.0, 1.0), "squared": (-LARGEST, LARGEST)}
+        bounds |= {"follows": (0.0, 1.0), "squared": (-LARGEST, LARGEST), "ratio": (-1.0, LARGEST)}
+        state = {"ratio": 0.0, **state}  # an earlier version had none
         for name, (low, high) in bounds.items():
             if not low <= number(state[name]) <= high:
                 raise ValueError(f"{name} of confirmed must be in [{low:g}, {high:g}], but got {shown(state[name])}")
@@ -181,22 +206,32 @@ class Confirmed:
         return found
 
 
-def have_turned(losses: Sequence[float]) -> bool:
+def have_turned(losses: Sequence[float], trained: Sequence[float], *, in_decay: bool = False) -> bool:
     """Whether the last quarter is above the best stretch of the same length, beyond the noise of evaluations.
 
-    Losses that were never below the first one have not turned: they are of a metric that should rise, or too few.
+    Losses that were never below the first one have not turned: they are of a metric that should rise, or too few. Nor,
+    before the decay, have those that rise with the training loss: that is no overfitting.
+
+    Args:
+        losses: of evaluations.
+        trained: the training loss before each; NaN where it is unknown.
+        in_decay: whether the last ones are of a decay.
     """
     num = len(losses)
-    window = max(num // WINDOW_SHARE, MIN_WINDOW)
+    window = max(num // (LATE_SHARE if in_decay else WINDOW_SHARE), MIN_WINDOW)
     if num < 2 * window + 1:
         return False
     earlier, late = losses[:-window], losses[-window:]
     lowest = min(earlier)
     if lowest >= losses[0] or min(late) <= lowest:
         return False
-    best = min(math.fsum(earlier[i : i + window]) for i in range(len(earlier) - window + 1)) / window
+    sums = [math.fsum(earlier[i : i + window]) for i in range(len(earlier) - window + 1)]
+    best = min(sums) / window
+    at = sums.index(min(sums))
+    if not in_decay and math.fsum(trained[-window:]) > math.fsum(trained[at : at + window]):
+        return False
     # Of three in a row, what a trend does not explain.
-    tail = losses[num // 4 :]
+    tail = losses[num // (2 if in_decay else 4) :]
     bends = [(a - b) - (b - c) for a, b, c in zip(tail, tail[1:], tail[2:], strict=False)]
     noise = math.hypot(*bends) / math.sqrt(6 * len(bends))
     error = max(noise, SMALLEST_NOISE * abs(best)) * math.sqrt(2 / window)

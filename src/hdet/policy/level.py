@@ -63,6 +63,9 @@ WARM_SHARE, MAX_WARM, UNKNOWN_WARM = 0.06, 500, 50
 """Of the run: the steps in which the learning rate rises from zero; at most, and in a run of unknown length."""
 NUM_FIRST = 4
 """Rounds of one step at the beginning."""
+APART, FOR, PATIENCE = 1.25, 0.6, 5.0
+"""Of validation over training: above, in evaluations in a row over so many warm-ups, a small model starts again at the
+level of one whose allowance is 1; and the warm-ups after which it does not any more."""
 
 
 class Sizes(NamedTuple):
@@ -114,6 +117,9 @@ class Level:
         found: whether an update has been measured.
         gave_up: whether there was none to measure.
         done: whether the level is final: the warm-up is over.
+        restarts: whether training may start again from its first weights: somebody has them.
+        started: the step after which it has started, for the last time.
+        apart_since: the step of the first of the evaluations in a row that say so; 0 where the last one does not.
     """
 
     def __init__(
@@ -133,8 +139,8 @@ class Level:
         self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.smallest = self.last = self.lr = self._weights = 0.0
         self.allowance = 1.0
-        self.num_tries = 0
-        self.found = self.gave_up = self.done = self.follows_gradient = False
+        self.num_tries = self.started = self.apart_since = 0
+        self.found = self.gave_up = self.done = self.follows_gradient = self.restarts = False
         self._probed = 0.0
 
     @property
@@ -171,9 +177,34 @@ class Level:
         """
         if not self.found or (self.follows_hint and self.lr >= self.peak):
             return 1.0
-        warmed, first = (step + 1) / self.warm_steps, self.lr / self.peak if self.follows_hint else self._unroomed
+        warmed = (step + 1 - self.started) / self.warm_steps
+        first = self.lr / self.peak if self.follows_hint else self._unroomed
         left = min(max((APPROACH - warmed) / (APPROACH - 1), 0.0), 1.0)
         return float(first**left) * (1.0 if self.warms_up else min(warmed, 1.0))
+
+    def start_again(self, step: int, ratio: float) -> str:
+        """Whether training starts again, once, at a lower level; why, in plain English, or nothing.
+
+        A small model that memorises its data at once has no good point to go on from.
+
+        Args:
+            step: optimizer steps taken.
+            ratio: validation over training, of an evaluation.
+        """
+        self.apart_since = (self.apart_since or step) if ratio > APART else 0
+        if not self.done:
+            return ""
+        if self.gave_up or self.allowance <= 1 or step > PATIENCE * self.warm_steps:
+            self.restarts = False
+        elif self.apart_since and step - self.apart_since >= FOR * self.warm_steps:
+            self.restarts, self.started = False, step
+            self.lr, self.scale = self.lr / self.allowance, _bounded(self.scale / self.allowance)
+            self.allowance = 1.0
+            return (
+                f"validation is {ratio:.2g} times the training loss: training starts again from its first "
+                f"weights, at a learning rate of {self.lr:.3g}"
+            )
+        return ""
 
     def update(self, step: int, sizes: Sizes | None, rate: float, scheduled: float) -> str:
         """Take in a step; what happened, in plain English, or nothing.
@@ -275,18 +306,19 @@ class Level:
         if state is None:
             return None
         found: Mapping[str, Any] = mapping_of(state, "level")
-        for name in ("warm_steps", "num_tries"):
-            whole_of(found[name], name)
         # States of earlier versions have none of these.
         allowance = number(found.get("caution", 1.0)) * number(found.get("room", 1.0))
         found = {"allowance": allowance, "smallest": 0.0, "watched": False, "follows_gradient": False, **found}
+        found = {"started": 0, "apart_since": 0, "restarts": False, **found}
+        for name in ("warm_steps", "num_tries", "started", "apart_since"):
+            whole_of(found[name], name)
         for name in ("size", "peak", "given", "scale", "allowance"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
         for name in ("largest", "smallest", "last", "lr", "_probed", "_weights"):
             if not number(found[name]) >= 0:
                 raise ValueError(f"{name} of the level must be a finite number >= 0, but got {shown(found[name])}")
-        for name in ("hint", "warms_up", "watched", "found", "gave_up", "done", "follows_gradient"):
+        for name in ("hint", "warms_up", "watched", "restarts", "found", "gave_up", "done", "follows_gradient"):
             flag_of(found[name], name)
         level = cls()
         vars(level).update({name: found[name] for name in vars(level)})

@@ -101,6 +101,7 @@ class Verdict:
         messages: what the user should be told now.
         keep: whether to keep a copy of the weights, to go back to.
         decay_steps: of a final decay that begins here because validation losses have turned; 0 for none.
+        restart: whether training starts again from its first weights.
     """
 
     index: int
@@ -122,6 +123,7 @@ class Verdict:
     messages: tuple[str, ...]
     keep: bool
     decay_steps: int = 0
+    restart: bool = False
 
 
 class RoundPolicy:
@@ -207,7 +209,7 @@ class RoundPolicy:
 
     def end_round(self, seen: Seen) -> Verdict:
         """The verdict on the round that ends; the next one begins. Raises where training cannot go on."""
-        steering, held, searching = self.steering, self._is_held(), self.searching
+        steering, level, held, searching = self.steering, self.level, self._is_held(), self.searching
         frozen = self._freeze(seen)
         acting, num_steps = self._may_act(seen.step) and not held, self.num_steps(seen.step)
         given = np.where(np.abs(seen.losses) <= LARGEST_LOSS, seen.losses, np.nan)
@@ -235,12 +237,16 @@ class RoundPolicy:
         go_back = self._is_broken(seen, losses, healthy, searching=searching)
         confirmed, finite = self.evaluations.confirmed, losses[np.isfinite(losses)]
         share = confirmed.share
-        known = confirmed.num > 1 or seen.step <= EARLY * self.acting[1]
+        begun = 0 if level is None else level.started
+        known = confirmed.num > 1 or seen.step - begun <= EARLY * self.acting[1]
         loss = float(finite.mean()) if len(finite) else math.nan
         if confirmed.add(seen.evaluation, loss, moves=acting and known and not go_back):
             follows = "follows" if self.acts else "would follow"
             events += (f"the training loss falls below the validation loss: the learning rate {follows} their ratio",)
         num_in_vain = 0 if self.rollback is None else self.rollback.num_in_vain
+        restart = self._restart(seen) if acting and not (go_back or num_in_vain or decay_steps) else ""
+        if restart:
+            events += (restart,)
         if num_in_vain:
             steering.multiply(CUT**-num_in_vain)
             steering.forget()
@@ -261,7 +267,7 @@ class RoundPolicy:
                 steering.cut(CUT)
             done, told = self.rollback.take(seen.step, is_cut=bool((steering.scales < before).any()))
             events, messages = (*events, done), (*messages, *told)
-        elif acting and not num_in_vain:
+        elif acting and not num_in_vain and not restart:
             end = self.acting[1]
             update, ease = (None, 1.0) if seen.sizes is None else beside_weights(seen.sizes, self.level)
             control, knobs = steering.decide(
@@ -270,8 +276,8 @@ class RoundPolicy:
                 whole=seen.total_slope,
                 progress=None if math.isinf(end) else seen.step / end,
                 trained=seen.trained,
-                in_warmup=self._in_warmup(seen) or confirmed.is_low,
-                elapsed=min(math.log(seen.step / max(seen.step - num_steps, 1)), MAX_ELAPSED),
+                in_warmup=self._in_warmup(seen) or confirmed.is_low or begun > 0,
+                elapsed=min(math.log((seen.step - begun) / max(seen.step - begun - num_steps, 1)), MAX_ELAPSED),
                 start=self._start(num_steps),
                 update=None if update is None else update / share,
                 ease=ease,
@@ -288,6 +294,9 @@ class RoundPolicy:
             messages += (f"{self.rollback.num_rollbacks} rounds of this run were undone; scheduler.history says why",)
         renewed = self.anchored and self.anchor_rounds is not None and (index + 1) % self.anchor_rounds == 0
         steering.next_round()
+        new_anchor = fallen or (self.anchored and bool(num_in_vain or restart)) or (renewed and not seen.last)
+        if new_anchor and self.level is not None:
+            self.level.restarts = False  # the anchor holds the first weights no longer
         return Verdict(
             index=index,
             go_back=go_back,
@@ -295,7 +304,7 @@ class RoundPolicy:
             quarantined=quarantined,
             healthy=healthy,
             losses=compared,
-            new_anchor=fallen or (bool(num_in_vain) and self.anchored) or (renewed and not seen.last),
+            new_anchor=new_anchor,
             held=held,
             num_rollbacks=0 if self.rollback is None else self.rollback.num_rollbacks,
             scales=scales,
@@ -308,6 +317,7 @@ class RoundPolicy:
             messages=messages,
             keep=not searching and self.rollback is not None and not self.rollback.doubtful,
             decay_steps=decay_steps if self.acts else 0,
+            restart=bool(restart),
         )
 
     def _freeze(self, seen: Seen) -> tuple[str, ...]:
@@ -318,12 +328,26 @@ class RoundPolicy:
 
     def _decay_steps(self, seen: Seen) -> int:
         """Take in a validation loss; how long a final decay should be that begins now, before its time."""
-        turned = not math.isnan(seen.evaluation) and self.evaluations.add(seen.step, seen.evaluation)
+        decays = self.acting[1] if self.keeps_best else math.inf
+        turned = not math.isnan(seen.evaluation) and self.evaluations.add(seen.step, seen.evaluation, decays=decays)
         steps = max(math.ceil((BEST_SHARE if self.keeps_best else DECAY_SHARE) * seen.step), 1)
         in_time = self.keeps_best or (seen.step <= self.acting[1] and steps < seen.left)
         if not turned or not in_time or seen.last or self.frozen or self.searching:
             return 0
         return int(min(steps, seen.left))
+
+    def _restart(self, seen: Seen) -> str:
+        """Begin again, at a lower level, where validation asks for it; why, or nothing."""
+        level, steering, evaluations = self.level, self.steering, self.evaluations
+        if level is None or not level.restarts or not self.acts or seen.last or math.isnan(seen.evaluation):
+            return ""
+        has_fallen = min(evaluations.losses, default=0.0) < max(evaluations.losses[:1], default=0.0)
+        why = level.start_again(seen.step, evaluations.confirmed.ratio if has_fallen else 0.0)
+        if why:
+            steering.start_over(level.scale)
+            steering.warmup = level.share(seen.step - 1)
+            self.evaluations = Evaluations()
+        return why
 
     def _phase(self, step: int, *, acting: bool) -> str:
         if self.level is not None and not self.level.done:

@@ -273,6 +273,12 @@ class Steering:
         self.fallen = np.zeros_like(self.fallen)
         self._init_controllers()
 
+    def start_over(self, level: float) -> None:
+        """All learning rates at this level, as if nothing had been seen."""
+        self.set_level(level)
+        self.scales[: self.num_lrs] = np.minimum(level, self.high[: self.num_lrs])
+        self.forget()
+
     def cut(self, factor: float) -> None:
         """After a rollback: lower all learning rates, and forget the evidence that led there."""
         self.multiply(factor)
