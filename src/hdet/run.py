@@ -307,7 +307,7 @@ class Run:
         return True
 
     def start_over(self) -> None:
-        """Back to the first weights, which the anchor holds, and to an optimizer that has seen nothing."""
+        """Back to the first weights, which the anchor holds, and to an optimizer without state. Buffers stay."""
         assert self.anchor is not None
         self.starting_over = True
         parameters = self.weights.anchored()
