@@ -43,7 +43,8 @@ OLD_TORCH = {
     ),
     "before torch 2.9, FSDP2 does not run on the CPU, and DistributedDataParallel has no init_sync": (
         "test_each_rank_keeps_its_own[fsdp]", "test_ranks_start_again_together[fsdp]", "test_what_shards_have",
-        "test_copies_of_a_shard", "test_a_shard_is_repaired", "test_sharded_parameters_train", "test_one_broken_rank", "test_no_fork_where",
+        "test_copies_of_a_shard", "test_a_shard_is_repaired", "test_sharded_parameters_train", "test_one_broken_rank",
+        "test_no_fork_where",
         "test_parallel_training_reads", "test_ddp_and_sharded_parameters",
     ),
     "before torch 2.9, Adam has no decoupled_weight_decay": ("test_where_decay_is_applied",),
