@@ -242,10 +242,6 @@ class Plan:
         if level is not None:
             num_ranks = replicas.count * replicas.num_parts
             signals.append(UpdateSize(num_ranks=num_ranks, stride=stride_of(None, optimizer)))
-            has_first = kept is not None and kept.stride == 1 and kept.dtype is None and anchor == "start"
-            captured = any(group.get("capturable") for group in optimizer.param_groups)  # a graph holds on to the state
-            restarts = has_first and not captured and self.probe is None and not level.hint
-            level.restarts = self.copies.best and restarts
         steering = Steering(
             num_knobs=max(knob_of_group) + 1,
             num_replicas=replicas.count if differs else 1,
@@ -270,6 +266,10 @@ class Plan:
             repairable=replicas.holds_all_parameters,
             acts=adapt.act,
         )
+        if self.copies.best and self.probe is None and level is not None and not level.hint:
+            captured = any(group.get("capturable") for group in optimizer.param_groups)  # a graph holds on to the state
+            is_whole = kept is not None and kept.stride == 1 and kept.dtype is None and anchor == "start"
+            policy.has_first = is_whole and not captured
         on_line = kept is not None and spread > 0
         replication = members.replication(self, weights, steering, anchor=kept, on_line=on_line, step=step)
         lrs = LearningRates(

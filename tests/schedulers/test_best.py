@@ -250,6 +250,19 @@ def test_a_run_resumed_around_it_is_the_same(stop: int) -> None:
     assert _equal(second.seen[-1], whole.seen[-1])
 
 
+@pytest.mark.parametrize("copies", [Copies(), Copies(best=True, anchor_dtype=torch.bfloat16)])
+def test_a_resumed_run_starts_nothing_again_that_it_cannot(copies: Copies) -> None:
+    first, second = Memorising(), Memorising(copies=copies)
+    first.metric = second.metric = _falls_a_little()
+    first.train(24)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.auto.load_state_dict(copy.deepcopy(first.auto.state_dict()))
+    for run in (first, second):
+        run.train(46)
+    assert (len(first.restarts), second.restarts) == (1, [])
+
+
 def test_a_restart_that_is_interrupted_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     run, place = Memorising(), Anchor.place_
     run.metric = lambda loss: 0.99 if run.auto.last_epoch > 10 else 1.0

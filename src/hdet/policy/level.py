@@ -117,7 +117,7 @@ class Level:
         found: whether an update has been measured.
         gave_up: whether there was none to measure.
         done: whether the level is final: the warm-up is over.
-        restarts: whether training may start again from its first weights: somebody has them.
+        restarts: whether training may still start again from its first weights.
         started: the step after which it has started, for the last time.
         apart_since: the step of the first of the evaluations in a row that say so; 0 where the last one does not.
     """
@@ -140,7 +140,8 @@ class Level:
         self.largest = self.smallest = self.last = self.lr = self._weights = 0.0
         self.allowance = 1.0
         self.num_tries = self.started = self.apart_since = 0
-        self.found = self.gave_up = self.done = self.follows_gradient = self.restarts = False
+        self.found = self.gave_up = self.done = self.follows_gradient = False
+        self.restarts = True
         self._probed = 0.0
 
     @property

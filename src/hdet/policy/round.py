@@ -163,6 +163,8 @@ class RoundPolicy:
         self.evaluations = Evaluations()
         self.keeps_best = False
         """Whether a final decay that begins early starts from the best weights so far."""
+        self.has_first = False
+        """Whether training may start again: somebody has asked for it, and the anchor holds the first weights."""
         self.interval = interval
         self.acting = acting
         self.rollback = rollback
@@ -339,7 +341,8 @@ class RoundPolicy:
     def _restart(self, seen: Seen) -> str:
         """Begin again, at a lower level, where validation asks for it; why, or nothing."""
         level, steering, evaluations = self.level, self.steering, self.evaluations
-        if level is None or not level.restarts or not self.acts or seen.last or math.isnan(seen.evaluation):
+        may = self.has_first and level is not None and level.restarts and self.acts
+        if level is None or not may or seen.last or math.isnan(seen.evaluation):
             return ""
         has_fallen = min(evaluations.losses, default=0.0) < max(evaluations.losses[:1], default=0.0)
         why = level.start_again(seen.step, evaluations.confirmed.ratio if has_fallen else 0.0)
