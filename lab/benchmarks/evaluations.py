@@ -169,7 +169,7 @@ def run(job: tuple[str, str, int, int, str, str | None, str]) -> dict[str, Any]:
             if plateau is not None:
                 plateau.step(curve[-1][1 + half])
             if auto is not None and shape != "autolr" and not done:
-                auto.evaluated(curve[-1][1 + half])
+                auto.evaluated(curve[-1][1 + half], mode="min")
         if done:
             break
     return {"task": name, "kind": kind, "seed": seed, "half": half, "curve": curve}

@@ -244,37 +244,39 @@ class AutoLR(Scheduler, LRScheduler):
         """
         self._run.asked_to_freeze = True
 
-    def evaluated(self, loss: Loss, *, mode: Literal["min", "max"] = "min") -> None:
-        """A validation loss, whenever there is one: the learning rate follows what it confirms of the training loss.
+    def evaluated(self, loss: Loss, *, mode: Literal["min", "max"] | None = None) -> None:
+        """A validation loss, whenever there is one: the final decay begins early where they have turned.
 
-        Where the last of them is more than a quarter above the training loss, the learning rate is divided by as much
-        as it is above that, by at most 0.2 in its logarithm a round, and does not rise: the model memorises its data.
-        Before the second evaluation, early in the run or in one of unknown length, validation counts as standing still
-        and the rate is halved at most; later validation counts as following the training loss as far as it did.
-        Values of another kind than the training loss do nothing here.
+        They have turned when the last quarter of them, two at least, is above the best stretch as long, and the
+        training loss is not: by more than twice its standard error, or three times, unless they are more than a quarter
+        above the training loss too. The learning rates then decay to zero within 0.3 times the steps so far, and a line
+        in the log says when training may end.
 
-        And the final decay begins early where they have turned.
-        They have turned when the last quarter of them, two at least, is above the best stretch as long, by more than
-        twice its standard error, and the training loss is not. The learning rates then decay to zero within 0.3 times
-        the steps so far, and a line in the log says when training may end. Values that never were below the first one,
-        as those of a metric for which higher is better, turn nothing.
+        Before that, where the last of them is more than a quarter above the training loss, the learning rate is divided
+        by as much as it is above that, by at most 0.2 in its logarithm a round, and does not rise: the model memorises
+        its data. Before the second evaluation, early in the run or in one of unknown length, validation counts as
+        standing still and the rate is halved at most; later validation counts as following the training loss as far as
+        it did. Values of another kind than the training loss do nothing here.
 
-        With ``Copies(best=True)`` the decay starts from the best weights so far instead, at a quarter of the learning
-        rate, and takes 0.6 times the steps so far; also where validation turns in the final decay itself, of which the
-        last eighth counts. Those are the weights at hand when this is called, and every rank must pass the same loss.
-        And where a small model memorises its data at once, training starts again from its first weights: validation is
-        more than a quarter above the training loss in evaluations in a row, before 0.3 of the run. Then the learning
-        rate is that of a model of 3M parameters, does not rise, and the optimizer's state is new.
+        With ``Copies(best=True)`` the learning rate stays as it is before, and the decay starts from the best weights
+        so far, at a quarter of it, and takes 0.6 times the steps so far; also where validation turns in the final decay
+        itself, of which the last eighth counts. Those are the weights at hand when this is called, and every rank must
+        pass the same loss. And where a small model memorises its data at once, training starts again from its first
+        weights: validation is more than a quarter above the training loss in evaluations in a row, before 0.3 of the
+        run. Then the rate is that of a model of 3M parameters, does not rise, and the state of the optimizer is new.
 
         Args:
             loss: that of training on validation data, or another metric; a number, or a tensor with one element. On any
                 rank, or on several: their mean counts. It is taken in when the round ends.
-            mode: ``"max"`` for a metric that should rise.
+            mode: ``"min"`` or ``"max"``, which way is better. Default: lower; but values that never were below the
+                first one could be of a metric that should rise, and do nothing.
         """
-        require_one_of("mode", mode, "min", "max")
+        if mode is not None:
+            require_one_of("mode", mode, "min", "max")
         with self._run.lock:
-            loss = loss if mode == "min" else -loss
+            loss = -loss if mode == "max" else loss
             self._run.evaluation.observe(loss)
+            self._run.mode_given = self._run.mode_given or mode is not None
             if self._run.best is not None and abs(float(loss)) <= LARGEST:
                 self._run.best.offer(self.last_epoch, float(loss))
 

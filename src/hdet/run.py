@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.checks import LARGEST, BoolArray, FloatArray, mapping_of, numbers_of, shown, whole_of
+from hdet.checks import LARGEST, BoolArray, FloatArray, flag_of, mapping_of, numbers_of, shown, whole_of
 from hdet.history import History, RoundRecord
 from hdet.options import OnFork
 from hdet.policy.quarantine import QuarantineState, pack_quarantine
@@ -117,6 +117,8 @@ class Run:
         """On this rank, since the last round ended."""
         self.evaluation = LossMeter()
         """Validation losses that this rank was given since."""
+        self.mode_given = False
+        """And whether it was told which way they are better."""
         self._clock = Clock(slow_share if self.replicas.count > 1 else math.inf)  # no other rank to wait for
         self.decay_steps = 0
         """Of a final decay that begins before its time, with the round that ended last; 0 for none."""
@@ -302,6 +304,7 @@ class Run:
             )
             self.losses.reset()
             self.evaluation.reset()
+            self.mode_given = False
             self.asked_to_freeze, self.decay_steps = False, verdict.decay_steps
             self.history.write(record)
         return True
@@ -371,6 +374,7 @@ class Run:
             total_slope=reading.total_slope,
             frozen=reports.frozen,
             evaluation=reports.evaluation,
+            mode_given=reports.mode_given,
             left=left,
             last=last,
             rates=np.array([rates[knob] for knob in sorted(rates)]),
@@ -399,7 +403,7 @@ class Run:
         if self.replication.differs:
             shapes = self.replication.digest(shapes)
         checksum = Checksum() if self.forks is None else self.forks.sums.read()
-        updates, told = self.losses.num_updates, (self.asked_to_freeze, *self.evaluation.drain())
+        updates, told = self.losses.num_updates, (self.asked_to_freeze, *self.evaluation.drain(), self.mode_given)
         reports = self.replicas.exchange(
             Report(step, total, weight, finite, shapes, state, updates, asked, *told, *checksum),
             losses_required=acting and any(signal.needs_losses for signal in self.signals),
@@ -479,6 +483,7 @@ class Run:
             **self.history.state_dict(),
             "losses": self.losses.state_dict(),
             "evaluation": list(self.evaluation.drain()),
+            "mode_given": self.mode_given,
             "num_ranks": self.replicas.count,
             "signals": {s.name: s.state_dict() | self.replication.own_state(s) for s in self.signals},
             "joined": list(self.lrs.joined),
@@ -500,6 +505,7 @@ class Run:
         signals = self._read_signals(state["signals"])
         joined = joined_of(state)
         evaluation = numbers_of(state.get("evaluation", [0.0, 0.0]), "evaluation", 2, finite=False)
+        mode_given = flag_of(state.get("mode_given", False), "mode_given")
         best = None if self.best is None else self.best.read_state(mapping_of(state.get("best", {}), "best"))
         self.replication.check_state(state)
         history = History.from_state(state)
@@ -523,6 +529,7 @@ class Run:
         self.lrs.set_joined(joined)
         self.losses.load(losses)
         self.evaluation.reset(*evaluation.tolist())
+        self.mode_given = mode_given
         for signal in self.signals:
             signal.forget()
             if signal.name in signals:  # what a replica had alone is of another one where their number has changed

@@ -35,7 +35,7 @@ class Run:
         self.auto = AutoLR(self.optimizer, total_steps=STEPS, model=self.model, copies=copies)
         self.batches = torch.Generator().manual_seed(1)
         self.lrs: list[float] = []
-        self.overfits, self.turns = 0.01, 60
+        self.overfits, self.turns = 0.04, 60
         self.kept: dict[int, list[Tensor]] = {}
 
     def train(self, num_steps: int) -> None:
@@ -50,7 +50,7 @@ class Run:
             step = self.auto.last_epoch
             if step % 10 == 0:
                 self.kept[step] = self.weights()
-                self.auto.evaluated(1 / (1 + step / 20) + self.overfits * max(step - self.turns, 0))
+                self.auto.evaluated(4 / (1 + step / 20) + self.overfits * max(step - self.turns, 0))
 
     def weights(self) -> list[Tensor]:
         return [local_tensor(t).detach().clone() for t in (*self.model.parameters(), *self.model.buffers())]
@@ -153,6 +153,8 @@ class Memorising:
         self.optimizer.param_groups[0]["capturable"] = False  # which takes an accelerator
         self.batches = torch.Generator().manual_seed(1)
         self.metric: Any = lambda loss: loss
+        self.mode: Any = None
+        self.evaluates = True
         self.lrs: list[float] = []
         self.seen: list[list[Tensor]] = []
         """Weights before each step."""
@@ -169,9 +171,9 @@ class Memorising:
             self.lrs.append(float(self.optimizer.param_groups[0]["lr"]))
             self.optimizer.step()
             self.auto.step(loss)
-            if self.auto.last_epoch % 10 == 0:
+            if self.auto.last_epoch % 10 == 0 and self.evaluates:
                 with torch.no_grad():
-                    self.auto.evaluated(self.metric(float(self.loss(self.held_out))))
+                    self.auto.evaluated(self.metric(float(self.loss(self.held_out))), mode=self.mode)
 
     @property
     def restarts(self) -> list[int]:
@@ -203,13 +205,28 @@ def test_a_small_model_that_memorises_starts_again(momentum: bool) -> None:
 
 
 def test_values_that_only_rise_start_nothing_again() -> None:
-    """An accuracy, say."""
-    run = Memorising()
-    values = iter([0.7 + 0.01 * k for k in range(20)])
-    run.metric = lambda loss: next(values)
-    run.train(STEPS)
-    assert run.restarts == []
-    assert run.auto.total_steps == STEPS
+    """An accuracy, say. Unless it is said that they should not."""
+    for mode, is_loss in ((None, False), ("min", True)):
+        run = Memorising()
+        run.mode = mode
+        values = iter([0.7 + 0.01 * k for k in range(20)])
+        run.metric = lambda loss, values=values: next(values)
+        run.train(STEPS)
+        assert len(run.restarts) == is_loss
+        assert (run.auto.total_steps < STEPS) == is_loss
+
+
+def test_the_learning_rate_itself_stays_as_it_is() -> None:
+    """With the best weights kept, validation above the training loss divides nothing."""
+    runs = [Memorising(copies=copies, adapt=Adapt(anchor=5)) for copies in (BEST, Copies())]
+    for run in runs:
+        run.metric = _falls_a_little()
+        run.train(60)
+    alone = Memorising(copies=Copies(), adapt=Adapt(anchor=5))
+    alone.evaluates = False
+    alone.train(60)
+    assert runs[0].lrs == alone.lrs
+    assert min(runs[1].lrs[40:]) < 0.7 * min(alone.lrs[40:])
 
 
 @pytest.mark.parametrize(

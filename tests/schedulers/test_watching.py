@@ -187,7 +187,7 @@ def test_a_freeze_file_that_is_none() -> None:
 
 
 def _overfits(step: int) -> float:
-    return 1 / (1 + step / 20) + 0.01 * max(step - 60, 0)
+    return 4 / (1 + step / 20) + 0.04 * max(step - 60, 0)
 
 
 def _evaluated(auto: AutoLR, loss: Callable[[int], Any], **mode: Any) -> Callable[[Tensor], None]:
@@ -200,14 +200,14 @@ def _evaluated(auto: AutoLR, loss: Callable[[int], Any], **mode: Any) -> Callabl
 
 
 @pytest.mark.parametrize(
-    ("loss", "mode"),
+    ("loss", "mode", "best"),
     [
-        (_overfits, "min"),
-        (lambda step: torch.tensor(1 - _overfits(step)), "max"),
+        (_overfits, "min", 64),
+        (lambda step: torch.tensor(4 - _overfits(step + 20)), "max", 44),
     ],
 )
 def test_the_decay_begins_where_validation_has_turned(
-    loss: Callable[[int], Any], mode: str, caplog: pytest.LogCaptureFixture
+    loss: Callable[[int], Any], mode: str, best: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop()
     auto = AutoLR(loop.optimizer, total_steps=STEPS)
@@ -216,8 +216,8 @@ def test_the_decay_begins_where_validation_has_turned(
     turned = next(record.step for record in auto.history if any("validation" in event for event in record.events))
     assert 60 < turned < 120
     end = turned + math.ceil(0.3 * turned)
-    said = f"validation has not improved since step 64: the final decay begins here, and training may end at step {end}"
-    assert [text for text in caplog.messages if "validation" in text] == [said]
+    said = f"validation has not improved since step {best}: the final decay begins here, and training may end at step"
+    assert [text for text in caplog.messages if "validation" in text] == [f"{said} {end}"]
     assert auto.total_steps == end
     assert auto.finished
     expected = [loop.lrs[turned] * (end - step) / (end - turned) for step in range(turned, end)]
@@ -312,6 +312,8 @@ def _told_on_one_rank(what: str) -> tuple[list[float], list[str]]:
         auto.step(loss)
         if rank == 0 and what == "evaluated" and auto.last_epoch % 10 == 0:
             auto.evaluated(_overfits(auto.last_epoch))
+        if rank == 1 and what == "rising" and auto.last_epoch % 10 == 0:
+            auto.evaluated(20 + auto.last_epoch, mode="min")
         if rank == 1 and what == "freeze" and auto.last_epoch == 62:
             auto.freeze()
 
@@ -319,7 +321,9 @@ def _told_on_one_rank(what: str) -> tuple[list[float], list[str]]:
     return loop.lrs, [event for record in auto.history for event in record.events]
 
 
-@pytest.mark.parametrize(("what", "said"), [("evaluated", "validation"), ("freeze", "frozen")])
+@pytest.mark.parametrize(
+    ("what", "said"), [("evaluated", "validation"), ("rising", "validation"), ("freeze", "frozen")]
+)
 def test_ranks_are_told_of_what_one_knows(what: str, said: str) -> None:
     (first, events), (second, others) = job.launch(_told_on_one_rank, 2, what)
     assert first == second

@@ -84,7 +84,7 @@ class HDETScheduler:
         if self._accelerator.sync_gradients and not self._accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
 
-    def evaluated(self, loss: Loss, *, mode: Literal["min", "max"] = "min") -> None:
+    def evaluated(self, loss: Loss, *, mode: Literal["min", "max"] | None = None) -> None:
         """A validation loss, on any rank or all; see :meth:`hdet.AutoLR.evaluated`."""
         if not isinstance(self.scheduler, AutoLR):
             raise TypeError(f"evaluated() needs AutoLR, but the scheduler is {type(self.scheduler).__name__}")

@@ -46,7 +46,8 @@ class HDETCallback(Callback):
         log: whether to show and log learning rate, scale and z at the end of a round.
         sinks: each gets the record of every round.
         monitor, mode: the metric of validation that is handed to :meth:`AutoLR.evaluated`, and which way is better;
-            default those of the first EarlyStopping or ModelCheckpoint that has one.
+            default those of the first EarlyStopping or ModelCheckpoint that has one. Their "min" is a default too: it
+            counts as given for a name with "loss" in it.
         settings: arguments of AutoLR. ``total_steps`` comes from the Trainer, ``model`` is the wrapped module.
 
     Attributes:
@@ -60,10 +61,11 @@ class HDETCallback(Callback):
         log: bool = True,
         sinks: Sequence[RecordSink] = (),
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         **settings: Any,
     ) -> None:
-        require_one_of("mode", mode, "min", "max")
+        if mode is not None:
+            require_one_of("mode", mode, "min", "max")
         self.scheduler: Scheduler | None = None
         self._setup = Setup(make, sinks, settings)
         self._log = log
@@ -152,9 +154,10 @@ class HDETCallback(Callback):
         monitor, mode = self._monitor
         if monitor is None:
             others = (c for c in trainer.callbacks if isinstance(c, (EarlyStopping, ModelCheckpoint)) and c.monitor)
-            monitor, mode = next(((c.monitor, c.mode) for c in others), (None, "min"))
-        if (value := trainer.callback_metrics.get(monitor)) is not None:
-            self.scheduler.evaluated(value.detach(), mode=mode)
+            monitor, mode = next(((c.monitor, c.mode) for c in others), (None, None))
+            mode = mode if mode == "max" else None
+        if monitor is not None and (value := trainer.callback_metrics.get(monitor)) is not None:
+            self.scheduler.evaluated(value.detach(), mode=mode or ("min" if "loss" in monitor else None))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._hdet.finish()

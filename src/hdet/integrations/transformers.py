@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -98,7 +98,8 @@ class HDETTrainerCallback(TrainerCallback):
         name = name if name.startswith("eval_") else f"eval_{name}"
         if isinstance(self.scheduler, AutoLR) and metrics and name in metrics:
             higher = args.greater_is_better if args.metric_for_best_model else False
-            self.scheduler.evaluated(float(metrics[name]), mode="max" if higher else "min")
+            mode: Literal["min", "max"] | None = None if higher is None else "max" if higher else "min"
+            self.scheduler.evaluated(float(metrics[name]), mode=mode)
 
     def _wrap_schedule(self, trainer: Any) -> None:
         create = trainer.create_scheduler

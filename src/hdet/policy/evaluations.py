@@ -9,13 +9,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hdet.checks import mapping_of, number, numbers_of, shown, whole_of
+from hdet.checks import flag_of, mapping_of, number, numbers_of, shown, whole_of
 
-SURE = 2.0
-"""Standard errors by which the last evaluations are above the best ones."""
+SURE, SURER = 2.0, 3.0
+"""Standard errors by which the last evaluations are above the best ones; where they are not above the training loss."""
 WINDOW_SHARE, LATE_SHARE, MIN_WINDOW = 4, 8, 2
 """The last quarter of the evaluations is compared with the best of as many in a row; in a decay, where they are more
 exact, the last eighth; of two at least."""
+STRETCH = 0.6
+"""Of the warm-up, which is 6% of a run: evaluations within as many steps count as one."""
 SMALLEST_NOISE = 0.005
 """Of the best mean: no evaluation is taken to be more exact."""
 LARGEST = 1e100
@@ -42,38 +44,55 @@ class Evaluations:
     """Validation losses of a run, and whether they have turned.
 
     Attributes:
-        steps, losses: of each evaluation so far.
+        steps, losses: of each evaluation so far; those of one stretch are one, with the mean, at the first step.
+        counts: how many each of these stands for.
+        lowest, best_step: the lowest loss of all, and where it was.
         trained: the training loss before each; NaN where it was unknown.
         turned_at: the step at which they had turned; None before.
         confirmed: what they have confirmed.
+        mode_given: whether it is sure that lower is better; else values that only rise are of a metric that should.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, mode_given: bool = False) -> None:
+        self.mode_given = mode_given
         self.steps: list[int] = []
         self.losses: list[float] = []
         self.trained: list[float] = []
+        self.counts: list[int] = []
+        self.lowest = math.inf
+        self.best_step = 0
         self.turned_at: int | None = None
         self.confirmed = Confirmed()
 
-    @property
-    def best_step(self) -> int | None:
-        """That of the lowest loss."""
-        return self.steps[self.losses.index(min(self.losses))] if self.losses else None
-
-    def add(self, step: int, loss: float, *, decays: float = math.inf) -> bool:
+    def add(self, step: int, loss: float, *, decays: float = math.inf, stretch: float = 0.0) -> bool:
         """Take one in; True once, when they turn. One that is not finite tells nothing.
 
-        ``decays``: the step from which on the learning rate decays, where the best weights are kept.
+        Args:
+            step: of the evaluation.
+            loss: what it gave.
+            decays: the step from which on the learning rate decays, where the best weights are kept.
+            stretch: evaluations within as many steps count as one: what they differ by is no noise of its own.
         """
         if not abs(loss) <= LARGEST:
             return False
-        self.steps.append(step)
-        self.losses.append(loss)
-        self.trained.append(self.confirmed.now)
+        if loss < self.lowest:
+            self.lowest, self.best_step = loss, step
+        if self.steps and step - self.steps[-1] < stretch:
+            self.counts[-1] += 1
+            self.losses[-1] += (loss - self.losses[-1]) / self.counts[-1]
+            self.trained[-1] += (self.confirmed.now - self.trained[-1]) / self.counts[-1]
+        else:
+            self.steps.append(step)
+            self.losses.append(loss)
+            self.trained.append(self.confirmed.now)
+            self.counts.append(1)
         if len(self.steps) > MAX_KEPT:
-            self.steps, self.losses, self.trained = self.steps[1::2], self.losses[1::2], self.trained[1::2]
+            self.steps, self.losses = self.steps[1::2], self.losses[1::2]
+            self.trained, self.counts = self.trained[1::2], self.counts[1::2]
+        if self.turned_at is not None or self.counts[-1] < self.counts[-2:][0]:
+            return False
         in_decay = len(self.steps) >= MIN_WINDOW and self.steps[-MIN_WINDOW] > decays
-        if self.turned_at is None and have_turned(self.losses, self.trained, in_decay=in_decay):
+        if have_turned(self.losses, self.trained, in_decay=in_decay, mode_given=self.mode_given):
             self.turned_at = step
             return True
         return False
@@ -84,6 +103,10 @@ class Evaluations:
             "losses": list(self.losses),
             "trained": [loss if math.isfinite(loss) else None for loss in self.trained],
             "turned_at": self.turned_at,
+            "mode_given": self.mode_given,
+            "counts": list(self.counts),
+            "lowest": self.lowest if self.losses else None,
+            "best_step": self.best_step,
             "confirmed": self.confirmed.state_dict(),
         }
 
@@ -95,6 +118,7 @@ class Evaluations:
             return found
         found.steps = [whole_of(step, "steps") for step in state["steps"]]
         found.losses = numbers_of(state["losses"], "losses", len(found.steps), low=-LARGEST, high=LARGEST).tolist()
+        found.mode_given = flag_of(state.get("mode_given", False), "mode_given")  # an earlier version had none
         if state["turned_at"] is not None:
             found.turned_at = whole_of(state["turned_at"], "turned_at")
         if len(found.steps) > MAX_KEPT:
@@ -103,6 +127,13 @@ class Evaluations:
         found.trained = trained or [math.nan] * len(found.steps)  # an earlier version had none
         if len(found.trained) != len(found.steps):
             raise ValueError(f"trained must have {len(found.steps)} losses, but got {len(found.trained)}")
+        found.counts = [whole_of(num, "counts", 1) for num in state.get("counts", [1] * len(found.steps))]
+        if len(found.counts) != len(found.steps):
+            raise ValueError(f"counts must have {len(found.steps)} entries, but got {len(found.counts)}")
+        if found.losses:
+            lowest = min(found.losses)
+            found.lowest = number(state.get("lowest", lowest))
+            found.best_step = whole_of(state.get("best_step", found.steps[found.losses.index(lowest)]), "best_step")
         if "confirmed" in state:  # an earlier version had none
             found.confirmed = Confirmed.from_state(mapping_of(state["confirmed"], "confirmed"))
         return found
@@ -144,13 +175,13 @@ class Confirmed:
         """Whether the learning rate is to be no higher."""
         return self.share < 0.95
 
-    def add(self, evaluation: float, loss: float, *, moves: bool) -> bool:
+    def add(self, evaluation: float, loss: float, *, moves: bool, mode_given: bool = False) -> bool:
         """Take in a round: its training loss, and a validation loss of before it. NaN where there is none.
 
-        True once, when the share begins to fall.
+        True once, when the share begins to fall. ``mode_given``: whether it is sure that lower is better.
         """
         if abs(evaluation) <= LARGEST and self.recent:
-            self._compare(evaluation, self.now)
+            self._compare(evaluation, self.now, may_rise=mode_given)
         if not abs(loss) <= LARGEST:
             return False
         self.recent = [*self.recent, loss][-2:]
@@ -164,7 +195,7 @@ class Confirmed:
         self.share = min(max(wanted, before * math.exp(-DOWN)), before * math.exp(UP))
         return self.share < before == 1.0
 
-    def _compare(self, value: float, trained: float) -> None:
+    def _compare(self, value: float, trained: float, *, may_rise: bool) -> None:
         first = not self.num
         if not (value > 0 and trained > 0) or (first and value > ALIKE * trained) or self.ratio < 0:
             self.num, self.ratio = -1, -1.0
@@ -178,7 +209,7 @@ class Confirmed:
             return
         if not first and trained < FALLEN * self.trained:
             fall = math.log(self.last) - log_value
-            if self.num == 1 and (fall <= 0 or self.squared < 0):
+            if self.num == 1 and ((fall <= 0 and not may_rise) or self.squared < 0):
                 self.num, self.ratio = -1, self.ratio if self.squared >= 0 else -1.0
                 return
             self.follows = min(max(fall / (math.log(self.trained) - log_trained), 0.0), 1.0)
@@ -206,16 +237,24 @@ class Confirmed:
         return found
 
 
-def have_turned(losses: Sequence[float], trained: Sequence[float], *, in_decay: bool = False) -> bool:
+def have_turned(
+    losses: Sequence[float],
+    trained: Sequence[float],
+    *,
+    in_decay: bool = False,
+    mode_given: bool = False,
+) -> bool:
     """Whether the last quarter is above the best stretch of the same length, beyond the noise of evaluations.
 
-    Losses that were never below the first one have not turned: they are of a metric that should rise, or too few. Nor,
-    before the decay, have those that rise with the training loss: that is no overfitting.
+    Losses that were never below the first one have not turned, unless the mode was given: they are of a metric that
+    should rise, or too few. Nor have those that rise with the training loss: that is no overfitting. Where they are not
+    ``ROOM`` times as high as the training loss it takes more to be sure: what looks like a turn is noise there.
 
     Args:
         losses: of evaluations.
         trained: the training loss before each; NaN where it is unknown.
         in_decay: whether the last ones are of a decay.
+        mode_given: whether it is sure that lower is better.
     """
     num = len(losses)
     window = max(num // (LATE_SHARE if in_decay else WINDOW_SHARE), MIN_WINDOW)
@@ -223,16 +262,18 @@ def have_turned(losses: Sequence[float], trained: Sequence[float], *, in_decay: 
         return False
     earlier, late = losses[:-window], losses[-window:]
     lowest = min(earlier)
-    if lowest >= losses[0] or min(late) <= lowest:
+    if (lowest >= losses[0] and not mode_given) or min(late) <= lowest:
         return False
     sums = [math.fsum(earlier[i : i + window]) for i in range(len(earlier) - window + 1)]
     best = min(sums) / window
     at = sums.index(min(sums))
-    if not in_decay and math.fsum(trained[-window:]) > math.fsum(trained[at : at + window]):
+    trained_late = math.fsum(trained[-window:])
+    if trained_late > math.fsum(trained[at : at + window]):
         return False
+    sure = SURE if math.fsum(late) > ROOM * trained_late else SURER
     # Of three in a row, what a trend does not explain.
     tail = losses[num // (2 if in_decay else 4) :]
     bends = [(a - b) - (b - c) for a, b, c in zip(tail, tail[1:], tail[2:], strict=False)]
     noise = math.hypot(*bends) / math.sqrt(6 * len(bends))
     error = max(noise, SMALLEST_NOISE * abs(best)) * math.sqrt(2 / window)
-    return math.fsum(late) / window - best > SURE * error
+    return math.fsum(late) / window - best > sure * error

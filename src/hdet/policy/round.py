@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hdet.checks import BoolArray, FloatArray, flag_of, mapping_of, number, numbers_of, shown, whole_of
-from hdet.policy.evaluations import BEST_SHARE, DECAY_SHARE, EARLY, Evaluations
+from hdet.policy.evaluations import BEST_SHARE, DECAY_SHARE, EARLY, STRETCH, Evaluations
 from hdet.policy.level import NUM_FIRST, Level, Sizes, beside_weights
 from hdet.policy.quarantine import Quarantine, QuarantineState, pack_quarantine, unpack_quarantine
 from hdet.policy.rollback import CUT, NO_ROLLBACK, BrokenError, Rollback
@@ -56,6 +56,7 @@ class Seen:
         total_slope: the same of all learning rates at once.
         frozen: whether the scale is to hold still from here on.
         evaluation: a validation loss; NaN where there is none since the last round.
+        mode_given: whether it is sure that lower is better.
         left: steps of the run after this one.
         last: whether training ends here.
     """
@@ -74,6 +75,7 @@ class Seen:
     total_slope: tuple[float, float] | None = None
     frozen: bool = False
     evaluation: float = math.nan
+    mode_given: bool = False
     left: float = math.inf
     last: bool = False
     rates: FloatArray | None = None
@@ -242,7 +244,8 @@ class RoundPolicy:
         begun = 0 if level is None else level.started
         known = confirmed.num > 1 or seen.step - begun <= EARLY * self.acting[1]
         loss = float(finite.mean()) if len(finite) else math.nan
-        if confirmed.add(seen.evaluation, loss, moves=acting and known and not go_back):
+        moves = acting and known and not (go_back or self.keeps_best)
+        if confirmed.add(seen.evaluation, loss, moves=moves, mode_given=self.evaluations.mode_given):
             follows = "follows" if self.acts else "would follow"
             events += (f"the training loss falls below the validation loss: the learning rate {follows} their ratio",)
         num_in_vain = 0 if self.rollback is None else self.rollback.num_in_vain
@@ -330,8 +333,12 @@ class RoundPolicy:
 
     def _decay_steps(self, seen: Seen) -> int:
         """Take in a validation loss; how long a final decay should be that begins now, before its time."""
-        decays = self.acting[1] if self.keeps_best else math.inf
-        turned = not math.isnan(seen.evaluation) and self.evaluations.add(seen.step, seen.evaluation, decays=decays)
+        decays, evaluations = self.acting[1] if self.keeps_best else math.inf, self.evaluations
+        evaluations.mode_given = evaluations.mode_given or seen.mode_given
+        stretch = 0.0 if self.level is None else STRETCH * self.level.warm_steps
+        turned = not math.isnan(seen.evaluation) and evaluations.add(
+            seen.step, seen.evaluation, decays=decays, stretch=stretch
+        )
         steps = max(math.ceil((BEST_SHARE if self.keeps_best else DECAY_SHARE) * seen.step), 1)
         in_time = self.keeps_best or (seen.step <= self.acting[1] and steps < seen.left)
         if not turned or not in_time or seen.last or self.frozen or self.searching:
@@ -344,12 +351,13 @@ class RoundPolicy:
         may = self.has_first and level is not None and level.restarts and self.acts
         if level is None or not may or seen.last or math.isnan(seen.evaluation):
             return ""
-        has_fallen = min(evaluations.losses, default=0.0) < max(evaluations.losses[:1], default=0.0)
-        why = level.start_again(seen.step, evaluations.confirmed.ratio if has_fallen else 0.0)
+        losses = evaluations.losses
+        is_loss = evaluations.mode_given or min(losses, default=0.0) < max(losses[:1], default=0.0)
+        why = level.start_again(seen.step, evaluations.confirmed.ratio if is_loss else 0.0)
         if why:
             steering.start_over(level.scale)
             steering.warmup = level.share(seen.step - 1)
-            self.evaluations = Evaluations()
+            self.evaluations = Evaluations(mode_given=evaluations.mode_given)
         return why
 
     def _phase(self, step: int, *, acting: bool) -> str:

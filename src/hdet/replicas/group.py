@@ -229,9 +229,10 @@ class Replicas:
             losses = totals / weights
         num_evaluations = float(found["num_evaluations"].sum())
         evaluation = float(found["evaluation"].sum()) / num_evaluations if num_evaluations else math.nan
-        frozen, finite = bool(found["frozen"].any()), found["finite"].min(axis=1) > 0
+        frozen, mode_given = bool(found["frozen"].any()), bool(found["mode_given"].any())
+        finite = found["finite"].min(axis=1) > 0
         checksums = np.stack([found[name].flatten() for name in ("whole", "part", "place")], axis=1)
-        return Reports(totals, weights, losses, finite, num_updates, frozen, evaluation, checksums)
+        return Reports(totals, weights, losses, finite, num_updates, frozen, evaluation, mode_given, checksums)
 
     @contextlib.contextmanager
     def telling_others(self, step: int) -> Iterator[None]:
@@ -419,6 +420,7 @@ class Report(NamedTuple):
         asked: whether it was called for, by converge(), converged() or finish(), instead of ending a round.
         frozen: whether it was told to hold its scale.
         evaluation, num_evaluations: sum of the validation losses that it was given since, and how many.
+        mode_given: whether it was told which way they are better.
         whole, part, place: the :class:`~hdet.replicas.fork.Checksum` of its weights; zeros where none is taken.
     """
 
@@ -433,6 +435,7 @@ class Report(NamedTuple):
     frozen: bool = False
     evaluation: float = 0.0
     num_evaluations: float = 0.0
+    mode_given: bool = False
     whole: int = 0
     part: int = 0
     place: int = 0
@@ -447,6 +450,7 @@ class Reports(NamedTuple):
         num_updates: calls of the optimizer.
         frozen: whether any was told to hold its scale.
         evaluation: the mean of the validation losses that any was given; NaN without.
+        mode_given: whether any was told which way they are better.
         checksums: of the weights, a row for each process.
     """
 
@@ -457,4 +461,5 @@ class Reports(NamedTuple):
     num_updates: FloatArray
     frozen: bool
     evaluation: float
+    mode_given: bool
     checksums: FloatArray
