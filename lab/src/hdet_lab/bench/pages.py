@@ -161,8 +161,8 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
 
 
 def _judged(tasks: Sequence[TaskSummary]) -> list[TaskSummary]:
-    """The last half there is, of B to F."""
-    last = max((task.record.half for task in tasks if task.record.half in "BCDEF"), default="B")
+    """The last half there is, of B to G."""
+    last = max((task.record.half for task in tasks if task.record.half in "BCDEFG"), default="B")
     return [task for task in tasks if task.record.half == last]
 
 
@@ -252,7 +252,7 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
     """A table of the half that judges, a line for each of the others."""
     judging = {task.record.name for task in _judged(tasks)}
     rows, others = [], dict[str, list[str]]()
-    for task in sorted(tasks, key=lambda task: -"ABCDEF".find(task.record.half)):
+    for task in sorted(tasks, key=lambda task: -"ABCDEFG".find(task.record.half)):
         record, (shape, lr) = task.record, task.record.best()
         mine = "autolr" in task.excess
         name = marked(f"[{record.name}]({_figure(task)})" if mine else record.name, "autolr", [task], current)

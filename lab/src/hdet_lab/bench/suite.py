@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Half = Literal["A", "B", "C", "D", "E", "F", "extra"]
-AROUND_TORCH = ("C", "D", "E", "F")
+Half = Literal["A", "B", "C", "D", "E", "F", "G", "extra"]
+AROUND_TORCH = ("C", "D", "E", "F", "G")
 """Halves around ``torch.optim.AdamW`` at its defaults."""
 SHAPES = ("one-cycle", "cosine", "wsd")
 START = 1e-3
@@ -45,7 +45,7 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C`` to ``F``: each run once with
+        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C`` to ``G``: each run once with
             code that had never been tried on it; ``extra``: none of them. On stdlib-gpt AutoLR's settings were looked
             at before there were halves.
         steps: of a run.
@@ -160,6 +160,20 @@ ENTRIES = (
     Entry("codebook-sgd", "F", steps=600, task="codebook", optimizer="sgd"),
     Entry("accents-lion", "F", task="accents", optimizer="lion"),
     Entry("flow-muon", "F", steps=700, task="flow", optimizer="muon", stacked=18),
+    Entry("languages", "G", steps=800, optimizer="torch-adamw"),
+    Entry("lemmas", "G", optimizer="torch-adamw"),
+    Entry("manual", "G", steps=800, optimizer="torch-adamw"),
+    Entry("hotels", "G", steps=1500, optimizer="torch-adamw", stacked=54),
+    Entry("survival", "G", optimizer="torch-adamw", stacked=54),
+    Entry("demand", "G", optimizer="torch-adamw"),
+    Entry("senses", "G", steps=600, optimizer="torch-adamw"),
+    Entry("vortices", "G", steps=600, optimizer="torch-adamw"),
+    Entry("mazes", "G", steps=600, optimizer="torch-adamw"),
+    Entry("body", "G", steps=400, optimizer="torch-adamw", stacked=54),
+    Entry("patches", "G", steps=600, optimizer="torch-adamw"),
+    Entry("mazes-sgd", "G", steps=600, task="mazes", optimizer="sgd"),
+    Entry("lemmas-lion", "G", task="lemmas", optimizer="lion"),
+    Entry("demand-muon", "G", task="demand", optimizer="muon"),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")

@@ -79,6 +79,19 @@ from hdet_lab.tasks.half_f import (
     javascript,
     tunes_gpt,
 )
+from hdet_lab.tasks.half_g import (
+    BodyTask,
+    DemandTask,
+    HotelsTask,
+    LanguagesTask,
+    LemmasTask,
+    MazesTask,
+    PatchesTask,
+    SensesTask,
+    SurvivalTask,
+    VorticesTask,
+    manual,
+)
 from hdet_lab.tasks.quadratic import QuadraticTask
 from hdet_lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet_lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
@@ -192,6 +205,17 @@ TASKS: dict[str, Callable[..., Task]] = {
     "codebook": CodebookTask,
     "physics": lambda data, **options: PhysicsTask(**options),
     "control": lambda data, **options: ControlTask(**options),
+    "languages": LanguagesTask,
+    "lemmas": LemmasTask,
+    "manual": manual,
+    "hotels": HotelsTask,
+    "survival": SurvivalTask,
+    "demand": DemandTask,
+    "senses": SensesTask,
+    "patches": PatchesTask,
+    "vortices": lambda data, **options: VorticesTask(**options),
+    "mazes": lambda data, **options: MazesTask(**options),
+    "body": lambda data, **options: BodyTask(**options),
 }
 """Name to what makes the task from the data folder and options."""
 

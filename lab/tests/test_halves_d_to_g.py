@@ -6,6 +6,7 @@ import io
 import json
 import math
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from hdet_lab.bench.suite import ENTRIES, METHODS, jobs
 from hdet_lab.stacked.run import Run
 from hdet_lab.stacked.sweep import sweep
-from hdet_lab.tasks import TASKS, half_d, half_e, half_f, packages
+from hdet_lab.tasks import TASKS, half_d, half_e, half_f, half_g, packages
 from small_tasks import write_sets
 
 RNG = np.random.default_rng(0)
@@ -75,6 +76,30 @@ SMALL: dict[str, dict[str, Any]] = {
         "numbers": RNG.uniform(0, 200, (60, 3)).astype("f4"),
         "runs": RNG.uniform(0, 100, 60).astype("f4"),
     },
+    "languages": {
+        "letters": RNG.integers(0, 256, (60, 32)).astype("u1"),
+        "languages": RNG.integers(0, 64, 60).astype("u1"),
+    },
+    "lemmas": {
+        "letters": RNG.integers(1, 27, (60, 14)).astype("u1"),
+        "lemmas": np.pad(RNG.integers(1, 27, (60, 9)), ((0, 0), (1, 6))).astype("u1"),
+    },
+    "manual": {"text": RNG.integers(0, 128, 4000).astype("u1")},
+    "hotels": {
+        "kinds": RNG.integers(0, 5, (60, 9)).astype("u1"),
+        "numbers": RNG.uniform(0, 9, (60, 17)).astype("f4"),
+        "prices": RNG.uniform(20, 300, 60).astype("f4"),
+    },
+    "survival": {
+        "numbers": RNG.uniform(0, 99, (60, 8)).astype("f4"),
+        "days": RNG.uniform(1, 7000, 60).astype("f4"),
+        "died": RNG.integers(0, 2, 60).astype("u1"),
+    },
+    "demand": {"hours": RNG.uniform(0, 9, (1500, 3)).astype("f4")},
+    "senses": {
+        "links": RNG.integers(0, 60, (60, 5)).astype("i4"),
+        "fields": RNG.integers(0, 45, 60).astype("u1"),
+    },
 }
 MADE: dict[str, Callable[..., Any]] = {
     "adding": half_d.AddingTask,
@@ -99,6 +124,10 @@ SIZES: dict[str, dict[str, int]] = {
     "javascript": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
     "physics": {"num": 60, "batch_rows": 8},
     "control": {"num": 60, "batch_rows": 8},
+    "manual": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
+    "vortices": {"num": 40, "batch_rows": 8},
+    "mazes": {"num": 80, "batch_rows": 8},
+    "body": {"num": 60, "batch_rows": 8},
 }
 
 
@@ -108,7 +137,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_sets(tmp_path, SMALL, monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEF"}))
+@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEFG"}))
 def test_task_keeps_the_contract(name: str, data: Path) -> None:
     task: Any = TASKS[name](data, **SIZES.get(name, {"batch_rows": 8}))
     model = task.build(0)
@@ -186,7 +215,7 @@ def test_long_convolution_is_a_sum_over_what_came_before() -> None:
     assert torch.allclose(layer(series), torch.stack(past, -1) + layer.direct * series, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [half_f.ModernGpt(16, 2, 2), half_f.Retention(16, 2, 2)])
+@pytest.mark.parametrize("model", [half_f.ModernGpt(16, 2, 2), half_f.Retention(16, 2, 2), half_g.Manual(16, 2, 2)])
 def test_no_symbol_sees_a_later_one(model: torch.nn.Module) -> None:
     symbols = torch.from_numpy(RNG.integers(0, 128, (2, 10)))
     changed = symbols.clone()
@@ -216,6 +245,89 @@ def test_quantiles_and_costs(data: Path) -> None:
     assert cost[upright].mean() < cost.mean() / 2, "who stands has little to pay"
 
 
+def test_selective_states_are_a_recurrence() -> None:
+    torch.manual_seed(0)
+    layer, x = half_g.Selective(8, 2, 4), torch.randn(1, 6, 8)
+    with torch.no_grad():
+        gate, mixed, steps = torch.split(layer.parts(layer.norm(x)), [16, 24, 2], -1)
+        mixed = torch.nn.functional.silu(layer.near(mixed.transpose(1, 2))[..., :6].transpose(1, 2))
+        value, key, query = torch.split(mixed, [16, 4, 4], -1)
+        steps, state, found = torch.nn.functional.softplus(steps + layer.step), torch.zeros(2, 4, 8), []
+        for place in range(6):
+            here, step = value[0, place].view(2, 1, 8), steps[0, place].view(2, 1, 1)
+            fade = (-step * layer.fade.exp().view(2, 1, 1)).exp()
+            state = fade * state + step * key[0, place].view(1, 4, 1) * here
+            found.append(((query[0, place].view(1, 1, 4) @ state) + here * layer.direct.unsqueeze(-1)).flatten())
+        wanted = x + layer.out(layer.last(torch.stack(found).unsqueeze(0) * torch.nn.functional.silu(gate)))
+        assert torch.allclose(layer(x), wanted, atol=1e-5)
+
+
+def test_lemmas_end_where_they_end(data: Path) -> None:
+    task = half_g.LemmasTask(data)
+    letters, lemmas = task.gather(torch.arange(8))
+    found = torch.randn(8, 15, 27)
+    other = found.clone()
+    other[:, 10:] = 0  # the nine letters and the end are asked, what comes then is not
+    assert task.loss(lambda *_: found, (letters, lemmas)) == task.loss(lambda *_: other, (letters, lemmas))
+    other[:, 9] = 0
+    assert task.loss(lambda *_: found, (letters, lemmas)) != task.loss(lambda *_: other, (letters, lemmas))
+
+
+def test_hazards_are_deaths_over_years(data: Path) -> None:
+    task = half_g.SurvivalTask(data)
+    numbers, spent, deaths = task.gather(torch.arange(48))
+    assert spent.sum(-1).max() <= 20
+    assert torch.all(spent[deaths > 0] > 0)
+    best = (deaths.sum() / spent.sum()).log().expand(48, 10)
+
+    def loss(found: torch.Tensor) -> float:
+        return float(task.loss(lambda _: found, (numbers, spent, deaths)))
+
+    assert loss(best) < min(loss(best + 0.1), loss(best - 0.1))
+
+
+def test_no_hour_is_in_both_parts(data: Path) -> None:
+    task = half_g.DemandTask(data)
+    hours, last = task.tensors[0], task.num_train - 1
+    whole = half_g.standardised(packages.read_arrays("demand", data)["hours"])
+    assert torch.equal(hours[last], whole[last : last + 192])
+    assert torch.equal(hours[last + 1], whole[last + 193 : last + 385])
+
+
+def test_vortices_keep_their_energy() -> None:
+    place = np.arange(32) / 32 * 2 * np.pi
+    wave = (np.cos(place[:, None] + 2 * place) * 3)[None]
+    kept = half_g.stirred(wave, time=0.5, num_steps=10, viscosity=0)
+    assert np.allclose(kept, wave, atol=1e-6), "a single wave stands"
+    faded = half_g.stirred(wave, time=0.5, num_steps=10, viscosity=1e-3)
+    assert np.allclose(faded, wave * np.exp(-0.5e-3 * 5 * (2 * np.pi) ** 2), atol=1e-6)
+    before, after = half_g.VorticesTask(num=40).gather(torch.arange(32))
+    assert 0.5 < after.square().mean() / before.square().mean() < 1
+
+
+def test_a_maze_has_a_shortest_way() -> None:
+    free = np.array([[[1, 1, 1], [0, 0, 1], [1, 1, 1]]], dtype=bool)
+    goal = np.zeros_like(free)
+    goal[0, 2, 0] = True
+    assert half_g.distances(free, goal, 20)[0].tolist() == [[6, 5, 4], [20, 20, 3], [0, 1, 2]]
+    planes, move = half_g.MazesTask(num=400).gather(torch.arange(200))
+    assert torch.all(planes[:, 1:].sum((-2, -1)) == 1)
+    steps = torch.tensor([[1, 0], [-1, 0], [0, 1], [0, -1]])[move]
+    (_, y, x), padded = planes[:, 1].nonzero().T, torch.nn.functional.pad(planes[:, 0].float(), (1, 1, 1, 1))
+    free_there = padded[torch.arange(200), y + 1 + steps[:, 0], x + 1 + steps[:, 1]]
+    assert 0.9 < free_there.mean() < 1, "moves go where there is a way, but for a few"
+
+
+def test_grids_are_linear_between_their_points() -> None:
+    torch.manual_seed(0)
+    model = half_g.Grids()
+    model.head = torch.nn.Sequential(torch.nn.Linear(8, 1))
+    ends = torch.tensor([[0.25, 0.5, 0.75], [0.25, 0.53125, 0.75]])  # neighbours on the finest
+    middle = torch.lerp(ends[0], ends[1], 0.4).unsqueeze(0)
+    first, second = model(ends)
+    assert torch.allclose(model(middle), torch.lerp(first, second, 0.4), atol=1e-6)
+
+
 def _archive(files: dict[str, bytes]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -242,6 +354,23 @@ def test_what_is_kept_of_packages() -> None:
     found = arrays("wordnet", {f"package/dict/data.{kind}": lines for kind in ("noun", "verb", "adj", "adv")})
     assert found["words"].tolist() == [[1, 2, 3] + [0] * 13] * 4
     assert found["letters"][0, :8].tolist() == [12, 9, 22, 9, 14, 7, 27, 20]
+    lines = b"00000001 05 n 01 a 0 002 @ 00000002 n 0000 ~ 00000002 n 0000 | x\n00000002 07 n 02 b 0 c 0 000 | y\n"
+    empty = {f"package/dict/data.{kind}": b"" for kind in ("verb", "adj", "adv")}
+    found = arrays("senses", {"package/dict/data.noun": lines, **empty})
+    assert found["links"].tolist() == [[1, 0, 0, 0, 0], [1] * 5]
+    assert found["fields"].tolist() == [5, 7]
+
+
+def test_what_is_kept_of_translations() -> None:
+    text = (
+        'msgid ""\nmsgstr ""\n"Language: x"\n\nmsgid "a"\nmsgstr "Hier \\"so\\" "\n"gut"\n\nmsgid "b"\nmsgstr "kurz"\n'
+    )
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as wheel:
+        wheel.writestr("django/conf/locale/de/LC_MESSAGES/django.po", text)
+    found = packages.SETS["languages"](lambda _: packed.getvalue())
+    assert [bytes(row).rstrip(b"\0") for row in found["letters"]] == [b'Hier "so" gut']
+    assert found["languages"].tolist() == [0]
 
 
 def test_experts_are_two_and_even_use_costs_least() -> None:
