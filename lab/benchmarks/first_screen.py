@@ -34,7 +34,7 @@ SHOWN = ("search-8", "search-4")
 
 
 HEAD = "Final validation loss above the best of a grid, geometric mean over tasks and 95% interval:"
-HALVES = ("F", "E")
+HALVES = ("G", "F")
 """That have judged, the last one first."""
 
 

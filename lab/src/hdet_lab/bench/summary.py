@@ -240,7 +240,7 @@ def verdict(tasks: Sequence[TaskSummary]) -> tuple[str, list[str]]:
         return "not measured", []
     far = ", ".join(f"{task.record.name} {percent(task.share('autolr'))}" for task in main if not task.is_near())
     near, num = sum(task.is_near() for task in main), len(main)
-    every = f"{sum(task.is_near() for task in mine)} of {len(mine)} with those that overfit"
+    every = f"; {sum(task.is_near() for task in mine)} of {len(mine)} with those that overfit"
     beyond = [task for task in mine if task.overfits and not task.share("autolr") <= AIM_WORST]
     said = [
         (
@@ -250,7 +250,7 @@ def verdict(tasks: Sequence[TaskSummary]) -> tuple[str, list[str]]:
         (
             near >= AIM_SHARE * num,
             f"within {AIM_NEAR:.0%} of the best of the grid on {AIM_SHARE:.0%} of the tasks: {near} of {num}"
-            f"{f' (not on {far})' if far else ''}; {every}",
+            f"{f' (not on {far})' if far else ''}{every if len(mine) > num else ''}",
         ),
         (
             line.worst <= AIM_WORST,
