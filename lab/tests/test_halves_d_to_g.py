@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickle
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -371,6 +372,12 @@ def test_what_is_kept_of_translations() -> None:
     found = packages.SETS["languages"](lambda _: packed.getvalue())
     assert [bytes(row).rstrip(b"\0") for row in found["letters"]] == [b'Hier "so" gut']
     assert found["languages"].tolist() == [0]
+
+
+def test_a_pickle_of_plain_values_runs_nothing() -> None:
+    assert packages.PlainValues(io.BytesIO(pickle.dumps({"amat": "amo"}))).load() == {"amat": "amo"}
+    with pytest.raises(pickle.UnpicklingError, match="must have no pathlib"):
+        packages.PlainValues(io.BytesIO(pickle.dumps(Path("x")))).load()
 
 
 def test_experts_are_two_and_even_use_costs_least() -> None:

@@ -24,8 +24,18 @@ def _events(scheduler: Any) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
-@pytest.mark.parametrize(("sign", "chosen"), [(1, "monitor"), (-1, "monitor"), (1, "checkpoint"), (1, "nothing")])
-def test_lightning(tmp_path: Path, sign: int, chosen: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "sign", "chosen", "given"),
+    [
+        ("figure", 1, "monitor", True),
+        ("figure", -1, "monitor", True),
+        ("figure", 1, "checkpoint", False),  # whose "min" is a default
+        ("val_loss", 1, "checkpoint", True),
+        ("figure", -1, "checkpoint", True),
+        ("figure", 1, "nothing", False),
+    ],
+)
+def test_lightning(tmp_path: Path, name: str, sign: int, chosen: str, given: bool) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -42,7 +52,7 @@ def test_lightning(tmp_path: Path, sign: int, chosen: str) -> None:
             return loss
 
         def validation_step(self, batch: list[Tensor], index: int) -> None:
-            self.log("figure", sign * _overfits(self.trainer.global_step))
+            self.log(name, sign * _overfits(self.trainer.global_step))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
@@ -50,9 +60,9 @@ def test_lightning(tmp_path: Path, sign: int, chosen: str) -> None:
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(4 * STEPS, 4)), batch_size=4)
     mode: Any = "min" if sign > 0 else "max"
-    settings = {"monitor": "figure", "mode": mode} if chosen == "monitor" else {}
+    settings = {"monitor": name, "mode": mode} if chosen == "monitor" else {}
     callback = HDETCallback(**settings)
-    checkpoints = [ModelCheckpoint(tmp_path, monitor="figure", mode=mode)] if chosen == "checkpoint" else []
+    checkpoints = [ModelCheckpoint(tmp_path, monitor=name, mode=mode)] if chosen == "checkpoint" else []
     trainer = Trainer(
         max_epochs=1, val_check_interval=4, limit_val_batches=1, callbacks=[callback, *checkpoints], logger=False,
         default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
@@ -61,6 +71,7 @@ def test_lightning(tmp_path: Path, sign: int, chosen: str) -> None:
     trainer.fit(Module(), data, data)
     assert isinstance(callback.scheduler, AutoLR)
     assert len(_events(callback.scheduler)) == (chosen != "nothing")
+    assert callback.scheduler.state_dict()["rounds"]["evaluations"]["mode_given"] == given
 
 
 @pytest.mark.parametrize("metric", [None, "loss", "score"])

@@ -687,10 +687,18 @@ def _languages(read: Read) -> Arrays:
     return {"letters": letters, "languages": np.array([number for _, number in rows], dtype=np.uint8)}
 
 
+class PlainValues(pickle.Unpickler):
+    """Reads dictionaries, strings and numbers, and runs nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"a pickle of plain values must have no {module}.{name}")
+
+
 def _lemmas(read: Read) -> Arrays:
     """Latin words as they are inflected, and as a dictionary has them; 0 is none, and begins and ends the latter."""
     with zipfile.ZipFile(io.BytesIO(read(SIMPLEMMA))) as wheel:
-        words: dict[str, str] = pickle.loads(lzma.decompress(wheel.read("simplemma/data/la.plzma")))
+        packed = io.BytesIO(lzma.decompress(wheel.read("simplemma/data/la.plzma")))
+    words: dict[str, str] = PlainValues(packed).load()
 
     def fits(word: str) -> bool:
         return word.isascii() and word.isalpha() and word.islower() and len(word) <= MAX_LEMMA
