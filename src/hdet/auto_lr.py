@@ -249,8 +249,9 @@ class AutoLR(Scheduler, LRScheduler):
 
         They have turned when the last quarter of them, two at least, is above the best stretch as long, and the
         training loss is not: by more than twice its standard error, or three times, unless they are more than a quarter
-        above the training loss too. The learning rates then decay to zero within 0.3 times the steps so far, and a line
-        in the log says when training may end.
+        above the training loss too. Of few, more than 11% of the run apart, one that is a tenth above the lowest, and
+        more than twice the training loss, is enough. The learning rates then decay to zero within 0.3 times the steps
+        so far, and a line in the log says when training may end.
 
         Before that, where the last of them is more than a quarter above the training loss, the learning rate is divided
         by as much as it is above that, by at most 0.2 in its logarithm a round, and does not rise: the model memorises

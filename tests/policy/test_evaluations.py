@@ -122,6 +122,32 @@ def test_three_evaluations_are_too_few() -> None:
     assert turned_at([1.0, 0.5, 0.52, 0.6, 0.7]) == 5
 
 
+@pytest.mark.parametrize(
+    ("losses", "trained", "mode_given", "turns"),
+    [
+        ([0.5, 0.6], [0.4, 0.2], True, [40]),
+        ([0.5, 0.6], [0.4, 0.2], False, []),  # an accuracy could rise so
+        ([0.9, 0.5, 0.6], [0.8, 0.4, 0.2], False, [60]),
+        ([0.5, 0.54], [0.4, 0.2], True, []),  # by less than a tenth
+        ([0.5, 0.6], [0.4, 0.3], True, []),  # not more than twice the training loss
+        ([0.5, 0.6], [0.1, 0.2], True, []),  # which has risen too
+        ([0.5, 0.6], [math.nan, math.nan], True, []),
+        ([-0.5, -0.4], [-0.6, -0.8], True, [40]),
+    ],
+)
+def test_of_few_evaluations_one_is_enough(
+    losses: list[float], trained: list[float], mode_given: bool, turns: list[int]
+) -> None:
+    """Where they are more than three stretches apart."""
+    for every, stretch, found in ((20, 5, turns), (20, 8, []), (20, 0, [])):
+        run = Evaluations(mode_given=mode_given)
+        told = []
+        for index, loss in enumerate(losses, 1):
+            run.confirmed.recent = [trained[index - 1]]
+            told += [every * index] if run.add(every * index, loss, stretch=stretch) else []
+        assert told == found
+
+
 @given(st.lists(st.integers(2, 48).map(lambda n: n / 16), min_size=1, max_size=20))
 def test_evaluations_of_one_stretch_are_one(losses: list[float]) -> None:
     """A decision is made when a stretch has as many as the one before."""

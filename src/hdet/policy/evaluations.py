@@ -18,6 +18,9 @@ WINDOW_SHARE, LATE_SHARE, MIN_WINDOW = 4, 8, 2
 exact, the last eighth; of two at least."""
 STRETCH = 0.6
 """Of the warm-up, which is 6% of a run: evaluations within as many steps count as one."""
+FEW, FAR_ABOVE, FAR_APART = 3.0, 0.1, 2.0
+"""Evaluations are few where two are more than so many of those steps apart, 11% of a run. How far the last one is above
+the lowest of them where they have turned, as a share of it, and how many times the training loss it is."""
 SMALLEST_NOISE = 0.005
 """Of the best mean: no evaluation is taken to be more exact."""
 LARGEST = 1e100
@@ -92,10 +95,13 @@ class Evaluations:
         if self.turned_at is not None or self.counts[-1] < self.counts[-2:][0]:
             return False
         in_decay = len(self.steps) >= MIN_WINDOW and self.steps[-MIN_WINDOW] > decays
-        if have_turned(self.losses, self.trained, in_decay=in_decay, mode_given=self.mode_given):
+        if len(self.steps) > 1 and step - self.steps[-2] > FEW * stretch > 0:
+            turned = last_is_far_above(self.losses, self.trained, mode_given=self.mode_given)
+        else:
+            turned = have_turned(self.losses, self.trained, in_decay=in_decay, mode_given=self.mode_given)
+        if turned:
             self.turned_at = step
-            return True
-        return False
+        return turned
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -235,6 +241,17 @@ class Confirmed:
         found.num = int(state["num"])
         found.recent = numbers_of(state["recent"], "recent", None, low=-LARGEST, high=LARGEST).tolist()[-2:]
         return found
+
+
+def last_is_far_above(losses: Sequence[float], trained: Sequence[float], *, mode_given: bool) -> bool:
+    """Whether the last one alone is far above the lowest, and above a training loss that has fallen since.
+
+    The rule for few evaluations, whose noise nobody knows; arguments as of :func:`have_turned`.
+    """
+    lowest = min(losses[:-1])
+    at, last = losses.index(lowest), losses[-1]
+    far = last - lowest > FAR_ABOVE * abs(lowest) and last > FAR_APART * trained[-1] and trained[-1] < trained[at]
+    return far and (mode_given or lowest < losses[0])
 
 
 def have_turned(
