@@ -92,7 +92,8 @@ class Evaluations:
         if len(self.steps) > MAX_KEPT:
             self.steps, self.losses = self.steps[1::2], self.losses[1::2]
             self.trained, self.counts = self.trained[1::2], self.counts[1::2]
-        if self.turned_at is not None or self.counts[-1] < self.counts[-2:][0]:
+        is_full = self.counts[-1] >= self.counts[-2:][0]  # it has as many as the one before
+        if self.turned_at is not None or not is_full:
             return False
         in_decay = len(self.steps) >= MIN_WINDOW and self.steps[-MIN_WINDOW] > decays
         if len(self.steps) > 1 and step - self.steps[-2] > FEW * stretch > 0:
