@@ -31,6 +31,7 @@ class AutoLR:
         self.hold_from = 0.7 * total_steps  # the decay begins, and the scale holds still
         self.share = min(math.sqrt(max(200 / total_steps, 1.0)), 2.0)  # a step of a short run does more
         self.level, self.sizes, self.most = 1e-12, list[float](), 6.0  # the first step moves next to nothing
+        self.usual = math.inf  # where progress alone leads to
         self.searching, self.scale, self.fallen = True, 1.0, 0.0  # while searching for the level, a step is a round
         self.losses, self.samples, self.first_losses = list[float](), list[float](), list[float]()  # of steps
         self.rounds: list[tuple[float, float, float]] = []  # slope, its variance, and loss of each since the anchor
@@ -95,11 +96,16 @@ class AutoLR:
         size = max(float(self.before.norm()), 1e-3 * (root := math.sqrt(len(update))))  # zeros have none of their own
         if update.norm() > 1e-6 * size:  # less is lost in rounding
             self.sizes.append(last := float(update.norm()) / self.optimizer.param_groups[0]["lr"])
-            steady = clip((min(self.sizes) / max(self.sizes) - 0.75) / 0.15)  # as Lion's, which never become smaller
+            is_sign, largest = 0.3 <= self.sizes[0] / root <= 1.05, max(self.sizes)  # Adam's begin as signs
+            low, high = (0.95, 0.99) if is_sign else (0.75, 0.9)
+            steady = clip((min(self.sizes) / largest - low) / (high - low))  # as Lion's, which never become smaller
             if len(self.sizes) == 1 and 0.3 <= last / float(self.gradient.norm()) <= 8:  # SGD's, which batches change
-                self.most = 6.0 if 0.3 <= last / root <= 1.05 else 2.0  # Adam's begin as signs
+                self.most = 6.0 if is_sign else 2.0
             delta = 0.02 * self.share * allowance(size, len(update), self.most) / 2.5**steady
-            self.level = delta * size / (max(self.sizes) + 2 * last)
+            self.level = delta * size / (largest + 2 * last)
+            if self.most > 2:  # the best rates of models, by their size
+                best = math.pow(size / root / 0.06, -0.87) * max(math.pow(len(update) / 3e6, -0.55), 1.0)
+                self.usual = 1.6 * 0.02 * self.share * best * size / min(largest, root) / 8**steady
         elif not self.sizes:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
             aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
             safe = max(1e4 * self.level, aims[0])  # what could not be measured was below a millionth of the weights
@@ -119,6 +125,8 @@ class AutoLR:
         small = math.log2(0.005 / max(update * ease ** clip(-20 * most), 1e-300)) * (fall > 10 * fall_error)
         rise = clip((progress - 3) / 7) * min(max(0.75 * small, 1.5), 4.5) * dtau
         rise *= max(clip((z0 - z) / z0), late, clip(small - 1))
+        ceiling = self.usual / self.level / self.scale * max(0.0025 / max(update, 1e-300), 1.0)
+        rise = min(rise, math.log(max(ceiling, 1.0)))
         supported = z < -2 and e < 0
         if supported and (z < -4 or progress >= 3):
             rise += 2 * dtau * math.log((1 + e / 2) / (1 + e))  # how many times too short the path is, on a parabola

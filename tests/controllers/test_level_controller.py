@@ -69,8 +69,12 @@ class SlowKnob:
             pace *= 1 if times < 4 else 3 if times > 64 else math.log(times, 4)
             doubted = max(doubted, clip(math.log2(times) - 1))
         rise = pace * evidence.elapsed * doubted * clip((q - 3) / 7)
-        if scale * math.exp(rise) > evidence.given:  # up to what somebody has chosen
-            rise = max(math.log(evidence.given) - math.log(scale), 0.0)
+        usual = evidence.usual
+        if evidence.update is not None and self.controller.max_update is not None:
+            usual = max(usual, usual * self.controller.max_update[0] / evidence.update / 2)
+        highest = min(evidence.given, usual)  # what somebody has chosen, or what models of this size do best with
+        if scale * math.exp(rise) > highest:
+            rise = max(math.log(highest) - math.log(scale), 0.0)
         asks = z < -2 and e < 0
         if asks and (z < -4 or q >= 3):
             rise += 2 * evidence.elapsed * math.log((1 + e / 2) / (1 + e))
@@ -160,6 +164,7 @@ def compare(
             losses, np.ones((num_knobs, 2)), (slopes, errors), in_warmup=index < 3, elapsed=min(1 / (index + 1), 0.7),
             start=(2.0, noise) if known else None, update=0.02 * 10 ** -rng.uniform(0, 3) if known else None, level=1.3,
             progress=index / 60 if known else None, scales=scales, given=rng.choice([1.0, 2.0, math.inf]),
+            usual=rng.choice([0.3, 1.0, math.inf]),
         )  # fmt: skip
         state, decision = controller.update(state, evidence)
         rows = zip(slow, slopes.tolist(), errors.tolist(), scales.tolist(), strict=True)
@@ -265,13 +270,14 @@ class Run:
 
     Args:
         unit: size of an update per unit of learning rate, relative to the weights.
+        ends: whether progress alone ends at what is usual for models of this size.
         given: the peak of a schedule of the user's own, beside the first level.
     """
 
     def __init__(
         self, loss: Callable[[int], float], slope: Callable[[int], float] = lambda step: 0.0, num_rounds: int = 100, *,
         error: float = 0.05, noise: float = 0.05, seed: int = 0, unit: float = 1.0, shrink: float = 1.0,
-        num: float = 2e5, given: float | None = None, **controller: Any,
+        num: float = 2e5, given: float | None = None, ends: bool = False, **controller: Any,
     ) -> None:  # fmt: skip
         rng, total = np.random.default_rng(seed), T * num_rounds
         steering = Steering(
@@ -284,6 +290,8 @@ class Run:
         for step in range(1, total + 1):
             if not level.done:
                 policy.follow(step - 1)
+            if not ends:
+                level.usual = math.inf
             if not policy.is_due(step):
                 continue
             rate = float(steering.effective[0]) * level.peak

@@ -30,6 +30,8 @@ class Evidence(NamedTuple):
         level: what the scales started from.
         given: the scale that progress alone leads up to, where that of 1 is a schedule which somebody has chosen, and
             which is not far below the first level; infinite where it is none.
+        usual: the scale that progress alone leads up to for models of this size, more where updates have become small;
+            infinite where none is known.
         progress: share of the time in which base values may move that has passed; None where its length is unknown.
         whole: slope over the logarithm of all knobs at once, and its standard error, where that was measured.
         scales: where each knob's learned scale stands, shape (K,).
@@ -49,6 +51,7 @@ class Evidence(NamedTuple):
     ease: float = 1.0
     level: float = 1.0
     given: float = math.inf
+    usual: float = math.inf
     progress: float | None = None
     whole: tuple[float, float] | None = None
     scales: FloatArray | None = None

@@ -154,6 +154,9 @@ class LevelController:
     Rises fade out as that ratio goes on to 0.6, and as the relative size of an update reaches ``max_update``, which
     grows along the run.
 
+    Optimism ends at 1.6 times the learning rate that models of this size usually train best with, or, where an update
+    has become smaller than half of the first ``max_update``, at as many times more (Eq. 16).
+
     A schedule that was given may well be the right one: optimism leads up to it, and above it only to the first level,
     at most to 3 times the schedule.
 
@@ -236,15 +239,18 @@ class LevelController:
         done = 0.5 if evidence.progress is None else min(evidence.progress, 1.0)
         optimism = first + (last - first) * done
         earned = _share(trail.progress, EARNED)
-        pace, is_open = self.pace, _clip((optimism - z) / optimism)
+        pace, is_open, ceiling = self.pace, _clip((optimism - z) / optimism), evidence.usual
         is_open = max(is_open, _share(done, LATE) * _share(trail.cost, CHEAP))
+        if self.max_update is not None and evidence.update is not None:
+            ceiling *= max(self.max_update[0] / 2 / max(evidence.update, 1e-300), 1.0)
         if self.max_update is not None and evidence.update is not None and _fall(evidence) > LEARNED:
             update = evidence.update * evidence.ease ** _share(trail.most, SUPPORTED)
             halvings = math.log2(self.max_update[0] / max(update, 1e-300))
             pace *= min(max(halvings / 2, 1.0), FASTEST)
             is_open = max(is_open, _clip(halvings - 1))
         scale = 1.0 if evidence.scales is None else float(evidence.scales[knob])
-        rise = min(pace * evidence.elapsed * is_open * earned, max(math.log(evidence.given / scale), 0.0))
+        ceiling = max(min(ceiling, evidence.given) / scale, 1.0)
+        rise = min(pace * evidence.elapsed * is_open * earned, math.log(ceiling))
         supported = z < -SURE and e < 0
         if supported and (z < -VERY_SURE or trail.progress >= EARNED[0]):
             rise -= SLOPE_GAIN * _excess(e) * evidence.elapsed

@@ -33,9 +33,13 @@ OF_GRADIENT, OF_SIGN = (0.3, 8.0), (0.3, 1.05)
 """The first update per unit of learning rate follows the gradient, as SGD's do, where its size over the gradient's is
 between the first two, and its root mean square is not between the others, as that of Adam's. In small batches such
 updates are of very different sizes."""
-STEADY, IS_STEADY = 2.5, (0.75, 0.9)
+STEADY, IS_STEADY, IS_STEADY_SIGN = 2.5, (0.75, 0.9), (0.95, 0.99)
 """What the level of updates that never shrink, as Lion's and Muon's, is divided by; and of their smallest size over the
-largest one: between the two this comes to count."""
+largest one: between the two this comes to count. Adam's begin as signs as Lion's do, and where gradients agree they
+stay near."""
+USUAL, USUAL_SIZE_POWER, USUAL_WEIGHTS_POWER, USUAL_STEADY = 1.6, -0.55, -0.87, 8.0
+"""Where progress alone leads to: times the share of the weights that the best learning rate's first updates are of, in
+models of the same size, with these powers of theirs; and what that is divided by where updates never shrink."""
 SETTLED = 2.0
 """What the last update counts beside the largest one: updates of a fixed size, as Lion's, add up to more than those
 that shrink as noise averages out, as Adam's."""
@@ -93,6 +97,13 @@ class Sizes(NamedTuple):
         """Whether the update is more than rounding."""
         return math.isfinite(self.update) and self.update > MEASURABLE * self.floored
 
+    @property
+    def usual(self) -> float:
+        """What the best learning rate's first updates are usually of, beside :data:`SHARE`; no less in large models."""
+        num = max(self.num, 1.0)
+        by_weights = math.pow(max(self.floored / math.sqrt(num), 1e-30) / USUAL_WEIGHTS, USUAL_WEIGHTS_POWER)
+        return by_weights * max(math.pow(num / LARGE_MODEL, USUAL_SIZE_POWER), 1.0)
+
     def allowance(self, most: float, least_size: float = 0.0) -> float:
         """What a step may do beside one of a model of 3M entries with weights of the usual size; at most ``most``."""
         num = max(self.num, 1.0)
@@ -117,6 +128,7 @@ class Level:
         found: whether an update has been measured.
         gave_up: whether there was none to measure.
         done: whether the level is final: the warm-up is over.
+        usual: the learning rate that progress alone leads up to; 1e30 where none is known.
         restarts: whether training may still start again from its first weights.
         started: the step after which it has started, for the last time.
         apart_since: the step of the first of the evaluations in a row that say so; 0 where the last one does not.
@@ -138,9 +150,9 @@ class Level:
         self.peak, self.given, self.hint, self.warms_up, self.watched = peak, given, hint, warms_up, watched
         self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.smallest = self.last = self.lr = self._weights = 0.0
-        self.allowance = 1.0
+        self.allowance, self.usual, self._usual_size = 1.0, BOUNDS[1], BOUNDS[1]
         self.num_tries = self.started = self.apart_since = 0
-        self.found = self.gave_up = self.done = self.follows_gradient = False
+        self.found = self.gave_up = self.done = self.follows_gradient = self._is_sign = False
         self.restarts = True
         self._probed = 0.0
 
@@ -227,9 +239,12 @@ class Level:
         else:
             self._measure(sizes, rate)
         if self.found and not self.done and self.largest > 0:
-            steady = (self.smallest / self.largest - IS_STEADY[0]) / (IS_STEADY[1] - IS_STEADY[0])
-            share = self.size * self.allowance / STEADY ** min(max(steady, 0.0), 1.0)
+            low, high = IS_STEADY_SIGN if self._is_sign else IS_STEADY
+            steady = min(max((self.smallest / self.largest - low) / (high - low), 0.0), 1.0)
+            share = self.size * self.allowance / STEADY**steady
             self.lr = _bounded(share * self._weights / (self.largest + SETTLED * self.last))
+            if not self.follows_gradient:
+                self.usual = _bounded(USUAL * self.size * self._usual_size / USUAL_STEADY**steady)
             self.scale = 1.0 if self.follows_hint else _bounded(self.lr / self.peak)
         if step >= max(self.warm_steps, NUM_FIRST) and (self.found or self.gave_up) and not self.done:
             self.done = True
@@ -262,16 +277,18 @@ class Level:
         if sizes is None or self.done or not rate > 0:
             return
         if sizes.is_measurable:
-            self.last = _bounded(sizes.update / rate)
+            self.last, root = _bounded(sizes.update / rate), math.sqrt(max(sizes.num, 1.0))
             if not self.largest:
-                is_sign = _is_between(self.last / math.sqrt(max(sizes.num, 1.0)), OF_SIGN)
-                self.follows_gradient = not is_sign and _is_between(
+                self._is_sign = _is_between(self.last / root, OF_SIGN)
+                self.follows_gradient = not self._is_sign and _is_between(
                     self.last / max(sizes.gradient, 1e-300), OF_GRADIENT
                 )
             self.smallest = min(self.smallest, self.last) if self.largest else self.last
             self.largest = max(self.largest, self.last)
             self._weights = sizes.floored
             self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
+            # Gradients that grow make Adam's updates up to three times as large as signs, for a while.
+            self._usual_size = sizes.usual * sizes.floored / min(self.largest, root)
 
     def _say(self) -> str:
         if self.gave_up:
@@ -310,16 +327,18 @@ class Level:
         # States of earlier versions have none of these.
         allowance = number(found.get("caution", 1.0)) * number(found.get("room", 1.0))
         found = {"allowance": allowance, "smallest": 0.0, "watched": False, "follows_gradient": False, **found}
-        found = {"started": 0, "apart_since": 0, "restarts": False, **found}
+        found = {"started": 0, "apart_since": 0, "restarts": False, "_is_sign": False, **found}
+        found = {"usual": BOUNDS[1], "_usual_size": BOUNDS[1], **found}
         for name in ("warm_steps", "num_tries", "started", "apart_since"):
             whole_of(found[name], name)
-        for name in ("size", "peak", "given", "scale", "allowance"):
+        for name in ("size", "peak", "given", "scale", "allowance", "usual", "_usual_size"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
         for name in ("largest", "smallest", "last", "lr", "_probed", "_weights"):
             if not number(found[name]) >= 0:
                 raise ValueError(f"{name} of the level must be a finite number >= 0, but got {shown(found[name])}")
-        for name in ("hint", "warms_up", "watched", "restarts", "found", "gave_up", "done", "follows_gradient"):
+        names = ("hint", "warms_up", "watched", "restarts", "found", "gave_up", "done", "follows_gradient", "_is_sign")
+        for name in names:
             flag_of(found[name], name)
         level = cls()
         vars(level).update({name: found[name] for name in vars(level)})

@@ -287,6 +287,7 @@ class RoundPolicy:
                 update=None if update is None else update / share,
                 ease=ease,
                 given=self._given(),
+                usual=self._usual(),
                 values=seen.rates,
                 last=seen.last,
             )
@@ -386,6 +387,10 @@ class RoundPolicy:
         if level is None or not level.hint or (level.lr >= level.peak and not level.follows_hint):
             return math.inf
         return min(max(level.lr / level.peak, 1.0), CHOSEN)
+
+    def _usual(self) -> float:
+        """The scale at which models of this size usually train best, where nobody has chosen a schedule."""
+        return math.inf if self.level is None or self.level.hint else self.level.usual / self.level.peak
 
     def _in_warmup(self, seen: Seen) -> bool:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""
