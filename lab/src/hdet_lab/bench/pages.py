@@ -42,7 +42,7 @@ SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-
 DRAWN = ("autolr", "adam", "nadamw", "schedule-free", "prodigy", "mechanic", "search-4", "search-8")
 
 _LABEL = """\
-The aims are meant for tasks that were never looked at (halves D to G), of which there are no records. AutoLR's
+The aims are meant for tasks that were never looked at (halves D to H), of which there are no records. AutoLR's
 settings were looked at on every task here; defaults of rivals were chosen on half A alone. So the figures describe
 these tasks, and judge nothing about others."""
 _JUDGED = """\
@@ -127,7 +127,7 @@ def _figure(task: TaskSummary) -> str:
 
 
 def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, current: Collection[str]) -> str:
-    halves = {half: [task for task in tasks if task.record.half == half] for half in "FEDCBA"}
+    halves = {half: [task for task in tasks if task.record.half == half] for half in "GFEDCBA"}
     judged_tasks = _judged(tasks)
     judged = judged_tasks[0].record.half if judged_tasks else "B"
     others = {f"half {half}": outside(part) for half, part in halves.items() if part and "D" < half < judged}
@@ -164,8 +164,8 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
 
 
 def _judged(tasks: Sequence[TaskSummary]) -> list[TaskSummary]:
-    """The last half there is, of B to G."""
-    last = max((task.record.half for task in tasks if task.record.half in "BCDEFG"), default="B")
+    """The last half there is, of B to H."""
+    last = max((task.record.half for task in tasks if task.record.half in "BCDEFGH"), default="B")
     return [task for task in tasks if task.record.half == last]
 
 
@@ -257,7 +257,7 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
     """A table of the half that judges, a line for each of the others."""
     judging = {task.record.name for task in _judged(tasks)}
     rows, others = [], dict[str, list[str]]()
-    for task in sorted(tasks, key=lambda task: -"ABCDEFG".find(task.record.half)):
+    for task in sorted(tasks, key=lambda task: -"ABCDEFGH".find(task.record.half)):
         record, (shape, lr) = task.record, task.record.best()
         mine = "autolr" in task.excess
         name = marked(f"[{record.name}]({_figure(task)})" if mine else record.name, "autolr", [task], current)

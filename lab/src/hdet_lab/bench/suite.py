@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Half = Literal["A", "B", "C", "D", "E", "F", "G", "extra"]
-AROUND_TORCH = ("C", "D", "E", "F", "G")
+Half = Literal["A", "B", "C", "D", "E", "F", "G", "H", "extra"]
+AROUND_TORCH = ("C", "D", "E", "F", "G", "H")
 """Halves around ``torch.optim.AdamW`` at its defaults."""
 SHAPES = ("one-cycle", "cosine", "wsd")
 START = 1e-3
@@ -45,7 +45,7 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C`` to ``G``: each run once with
+        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C`` to ``H``: each run once with
             code that had never been tried on it; ``extra``: none of them. On stdlib-gpt AutoLR's settings were looked
             at before there were halves.
         steps: of a run.
@@ -174,6 +174,19 @@ ENTRIES = (
     Entry("mazes-sgd", "G", steps=600, task="mazes", optimizer="sgd"),
     Entry("lemmas-lion", "G", task="lemmas", optimizer="lion"),
     Entry("demand-muon", "G", task="demand", optimizer="muon"),
+    Entry("hyphens", "H", steps=800, optimizer="torch-adamw"),
+    Entry("unicode", "H", steps=600, optimizer="torch-adamw", stacked=18),
+    Entry("icons", "H", steps=700, optimizer="torch-adamw"),
+    Entry("coasts", "H", steps=400, optimizer="torch-adamw", stacked=54),
+    Entry("films", "H", steps=2500, optimizer="torch-adamw", stacked=54),
+    Entry("tomography", "H", optimizer="torch-adamw"),
+    Entry("carries", "H", steps=1500, optimizer="torch-adamw", stacked=54),
+    Entry("drawing", "H", steps=600, optimizer="torch-adamw"),
+    Entry("context", "H", steps=1200, optimizer="torch-adamw"),
+    Entry("bars", "H", steps=1000, optimizer="torch-adamw", stacked=54),
+    Entry("hyphens-sgd", "H", steps=800, task="hyphens", optimizer="sgd"),
+    Entry("icons-lion", "H", steps=700, task="icons", optimizer="lion"),
+    Entry("context-muon", "H", steps=1200, task="context", optimizer="muon"),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")

