@@ -224,6 +224,44 @@ def test_updates_that_never_shrink_begin_smaller(smallest: float, less: float) -
     assert level.lr == pytest.approx(2.5 * ADAM / less)
 
 
+@pytest.mark.parametrize(("smallest", "less"), [(0.5, 1.0), (0.94, 1.0), (0.97, 2.5**0.5), (0.995, 2.5), (1.0, 2.5)])
+def test_signs_that_nearly_agree_are_not_taken_for_updates_of_one_size(smallest: float, less: float) -> None:
+    """Adam's first update is a sign, and stays near one while gradients agree."""
+    level, root = Level(1000), math.sqrt(2e5)
+    for _ in trained(level, lambda step: root * (smallest if step == 7 else 1.0), 100):
+        pass
+    assert level.lr == pytest.approx(SHARE * allowed(10.0) * 10 / root / 3 / less)
+
+
+@pytest.mark.parametrize(("num", "size", "beside"), [
+    (3e6, 0.06, 1.0), (3e4, 0.06, 100**0.55), (3e8, 0.06, 1.0), (3e6, 0.6, 10**0.13),
+    (3e4, 0.006, 100**0.55 / 10**0.13),
+])  # fmt: skip
+@pytest.mark.parametrize(("unit", "less"), [
+    (lambda step: 1.0 if step < 9 else 0.5, 1.0),  # signs, then noise that averages out
+    (lambda step: 1.0 if step < 9 else 3.0, 1.0),  # gradients have grown
+    (lambda step: 1.0, 8.0),  # all of one size
+    (lambda step: 0.2 if step < 9 else 0.1, 0.2),
+])  # fmt: skip
+def test_progress_leads_to_what_is_usual_for_models_of_this_size(
+    num: float, size: float, beside: float, unit: Unit, less: float
+) -> None:
+    """1.6 times 0.0012, which is a first update of 2% of weights of 0.06, of 3M of them; more where they are fewer."""
+    level, root = Level(1000), math.sqrt(num)
+    assert level.usual == 1e30
+    for _ in trained(level, lambda step: root * unit(step), 100, weights=size * root, gradient=1e-9, num=num):
+        pass
+    assert level.usual == pytest.approx(1.6 * 0.0012 * beside / less)
+
+
+def test_nothing_is_usual_where_updates_follow_the_gradient() -> None:
+    level = Level(1000)
+    for _ in trained(level, KINDS["SGD with momentum"], 100, gradient=5.0):
+        pass
+    assert level.follows_gradient
+    assert level.usual == 1e30
+
+
 @pytest.mark.parametrize(
     ("unit", "num", "follows"),
     [(0.2, 2e3, False), (0.4, 2e3, True), (7.0, 2e3, True), (9.0, 2e3, False), (4.0, 4.0, True), (4.0, 2e1, False)],
@@ -240,12 +278,13 @@ def test_updates_that_follow_the_gradient_begin_smaller(unit: float, num: float,
 @pytest.mark.parametrize(("parts", "allowance"), [({}, 1.0), ({"caution": 0.5, "room": 1.0}, 0.5)])
 def test_a_state_of_an_earlier_version_has_no_allowance(parts: dict[str, float], allowance: float) -> None:
     state = {**Level(1000).state_dict(), **parts}
-    for name in ("allowance", "smallest", "watched", "follows_gradient", "started", "restarts", "apart_since"):
+    later = ("allowance", "smallest", "watched", "follows_gradient", "started", "restarts", "apart_since")
+    for name in (*later, "usual", "_usual_size", "_is_sign"):
         del state[name]
     loaded = Level.from_state(state)
     assert loaded is not None
     assert (loaded.watched, loaded.allowance, loaded.smallest) == (False, allowance, 0.0)
-    assert (loaded.restarts, loaded.started, loaded.apart_since) == (False, 0, 0)
+    assert (loaded.restarts, loaded.started, loaded.apart_since, loaded.usual) == (False, 0, 0, 1e30)
     with pytest.raises(ValueError, match="allowance of the level must be a finite number > 0"):
         Level.from_state({**state, "caution": None})
 

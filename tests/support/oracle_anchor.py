@@ -100,7 +100,8 @@ class Found(NamedTuple):
     """The level after some rounds.
 
     ``scale``: of the schedule; ``rises``: whether along a warm-up of its own; ``followed``: whether the schedule is;
-    ``below``, ``above``: by how much the level is below or above the peak of a schedule that is followed.
+    ``below``, ``above``: by how much the level is below or above the peak of a schedule that is followed;
+    ``usual``: the learning rate that progress leads up to where there is no schedule.
     """
 
     scale: float
@@ -110,6 +111,7 @@ class Found(NamedTuple):
     followed: bool = True
     below: float = 1.0
     above: float = 1.0
+    usual: float = math.inf
 
     def share(self, num_steps: int, warm: int) -> float:
         """Of the scale, in the step that makes it ``num_steps``: a line, then a constant factor a step."""
@@ -117,15 +119,20 @@ class Found(NamedTuple):
         return rising * math.exp(math.log(self.below) * between(-num_steps, -3 * warm, -warm))
 
 
-def highest_allowance(updates: list[Update], num_entries: int) -> float:
-    """By the first update that could be measured: lower where it is neither a sign nor far from the gradient."""
+def kind_of(updates: list[Update], num_entries: int) -> Literal["sign", "gradient", "neither"]:
+    """What the first update that could be measured was like."""
     for u in updates:
         size = max(u.weights, 1e-3 * math.sqrt(num_entries))
         if u.rate > 0 and u.update > 1e-6 * size:
             unit = u.update / u.rate
-            is_sign = 0.3 <= unit / math.sqrt(num_entries) <= 1.05
-            return 2.0 if not is_sign and 0.3 <= unit / u.gradient <= 8.0 else 6.0
-    return 6.0
+            if 0.3 <= unit / math.sqrt(num_entries) <= 1.05:
+                return "sign"
+            return "gradient" if 0.3 <= unit / u.gradient <= 8.0 else "neither"
+    return "neither"
+
+
+def highest_allowance(updates: list[Update], num_entries: int) -> float:
+    return 2.0 if kind_of(updates, num_entries) == "gradient" else 6.0
 
 
 def allowance_of(weights: float, num_entries: int, highest: float, most_taken: float = math.inf) -> float:
@@ -162,12 +169,19 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
         return Found(scale)
     done = updates[-1].step >= max(warm, 4)
     allowed = allowance_of(weights, num_entries, highest_allowance(updates, num_entries))
-    of_one_size = between(min(ratios) / max(ratios), 0.75, 0.9)
+    kind = kind_of(updates, num_entries)
+    low, high = (0.95, 0.99) if kind == "sign" else (0.75, 0.9)
+    of_one_size = between(min(ratios) / max(ratios), low, high)
     lr = 0.02 * 0.4**of_one_size * allowed * share_of(s) * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
     if not s.constant and min(lr, lr / allowed) / 8 <= peak <= 8 * max(lr, lr / allowed):
         return Found(1.0, True, done, lr < peak and not warms_up_itself, below=min(lr / peak, 1.0), above=lr / peak)
-    return Found(lr / peak, True, done, not warms_up_itself, followed=False)
+    usual = math.inf
+    if s.constant and kind != "gradient":
+        mean = weights / math.sqrt(num_entries)
+        best = (0.06 / mean) ** 0.87 * max((3e6 / num_entries) ** 0.55, 1.0)  # first updates, over 2% of the weights
+        usual = 0.032 * share_of(s) * best * weights / min(max(ratios), math.sqrt(num_entries)) / 8**of_one_size
+    return Found(lr / peak, True, done, not warms_up_itself, followed=False, usual=usual)
 
 
 def norm(parts: list[Array]) -> float:
@@ -190,6 +204,7 @@ class Shown(NamedTuple):
     relative_scale: float  # to the level
     scale: float  # to the schedule
     given: float  # what progress leads up to; infinite where nobody has chosen a schedule, or one far below the level
+    usual: float  # what it leads up to where updates are of the usual size, for models of this size
 
 
 class Evidence:
@@ -294,8 +309,12 @@ class Evidence:
             doublings = math.log(s.max_update[0] / max(update, 1e-300)) / math.log(2)
             pace, unopposed = pace * float(np.clip(doublings / 2, 1, 3)), max(unopposed, between(doublings, 1, 2))
         moves = [pace * shown.elapsed * unopposed * between(q, 3, 10)]
-        if math.exp(moves[0]) * shown.scale > shown.given:  # a schedule that somebody has chosen
-            moves[0] = max(math.log(shown.given / shown.scale), 0.0)
+        highest = shown.usual
+        if s.max_update is not None and shown.update is not None and shown.update < s.max_update[0] / 2:
+            highest *= s.max_update[0] / 2 / max(shown.update, 1e-300)
+        highest = min(highest, shown.given)  # or a schedule that somebody has chosen
+        if math.exp(moves[0]) * shown.scale > highest:
+            moves[0] = max(math.log(highest / shown.scale), 0.0)
         asked_for = z < -2 and e < 0
         if asked_for and (z < -4 or q >= 3):
             moves[0] += 2 * shown.elapsed * math.log((1 + e / 2) / (1 + e))
@@ -437,6 +456,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                         relative_scale=float(moved[k]),
                         scale=float(level.scale * moved[k]),
                         given=float(np.clip(level.above, 1.0, 3.0)) if chosen else math.inf,
+                        usual=level.usual,
                     )
                     slope, error = fitted_line(rho[k], losses) if spreads else mean_and_error([s[k] for s in samples])
                     slope, error, z = evidence[k].add(slope, error, shown.loss)

@@ -288,7 +288,7 @@ class Level:
             self._weights = sizes.floored
             self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
             # Gradients that grow make Adam's updates up to three times as large as signs, for a while.
-            self._usual_size = sizes.usual * sizes.floored / min(self.largest, root)
+            self._usual_size = _bounded(sizes.usual * sizes.floored / min(self.largest, root))
 
     def _say(self) -> str:
         if self.gave_up:
