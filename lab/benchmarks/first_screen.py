@@ -34,8 +34,8 @@ SHOWN = ("search-8", "search-4")
 
 
 HEAD = "Final validation loss above the best of a grid, geometric mean over tasks and 95% interval:"
-HALVES = ("G", "F")
-"""That have judged, the last one first."""
+HALVES = ("H", "G")
+"""The one that has judged today's rules, and the one before it."""
 
 
 def rivals(records: Sequence[BenchRecord], current: Collection[str]) -> str:

@@ -51,7 +51,7 @@ with a look at all halves. Defaults of rivals were chosen on half A."""
 _JUDGES = """\
 Nobody had looked at half {half}. AutoLR was run on it once, and no rule was changed since. Defaults of rivals were
 chosen on half A."""
-_ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%", "G": "+13.51%"}
+_ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%", "G": "+13.51%", "H": "+1.16%"}
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
 seed, less 1; means are geometric. The best of the grid has the lowest mean over seeds of that same loss, which
@@ -130,7 +130,8 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
     halves = {half: [task for task in tasks if task.record.half == half] for half in "GFEDCBA"}
     judged_tasks = _judged(tasks)
     judged = judged_tasks[0].record.half if judged_tasks else "B"
-    others = {f"half {half}": outside(part) for half, part in halves.items() if part and "D" < half < judged}
+    before = [half for half, part in halves.items() if part and "B" < half < judged][:1]
+    others = {f"half {half}": outside(halves[half]) for half in before}
     lines = ["# Does it work", "", *_first_lines(judged_tasks), "", *([why, ""] if why else [])]
     if main := outside(judged_tasks):
         lines += [f"## {len(main)} tasks of half {judged}", "", *_half(main, others, current), "", _READING, "",
@@ -208,7 +209,7 @@ def _half(tasks: Sequence[TaskSummary], others: Others, current: Collection[str]
             percent(line.rest), "/".join(map(str, line.near)), f"{percent(line.worst)} ({line.worst_task})",
             f"{runs(median)} {interval(fewest, most, runs)}" if _compute(method) == "1" else "",
             "" if method == "autolr" else "/".join(map(str, duel(tasks, method))),
-            *_means(method, others),
+            *_means(method, others, current),
         ])  # fmt: skip
     near = ", ".join(f"{share:.0%}".rstrip("%") for share in SHARES)
     heads = ["method", "runs", "mean", "without worst", f"tasks within {near}%", "worst task",
@@ -217,9 +218,10 @@ def _half(tasks: Sequence[TaskSummary], others: Others, current: Collection[str]
     return lines + footnote(lines)
 
 
-def _means(method: str, others: Others) -> list[str]:
+def _means(method: str, others: Others, current: Collection[str]) -> list[str]:
     shares = [[task.share(method) for task in tasks if method in task.excess] for tasks in others.values()]
-    return [percent(geometric_mean(part)) if part else "" for part in shares]
+    means = [percent(geometric_mean(part)) if part else "" for part in shares]
+    return [mean and marked(mean, method, tasks, current) for mean, tasks in zip(means, others.values(), strict=True)]
 
 
 def _overfitting(tasks: Sequence[TaskSummary], shown: Collection[str], current: Collection[str]) -> list[str]:
@@ -272,9 +274,14 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
     missing = [name for name in DEFAULT_ENTRIES if name not in known and BY_NAME[name].half in halves]
     said = "Names link to the learning rates of AutoLR with all seeds, against the best fixed one (dashed)."
     said += f" Not measured: {', '.join(missing)}." if missing else ""
-    titles = {half: "Others" if half == "extra" else f"Half {half}" for half in others}
+    titles = {half: "Others" if half == "extra" else f"Half {half}{_mean(tasks, half)}" for half in others}
     listed = [f"- {titles[half]}: {', '.join(names)}." for half, names in others.items()]
     return [said, "", *(lines if rows else ()), *([""] if rows else ()), *listed, *footnote(lines + listed)]
+
+
+def _mean(tasks: Sequence[TaskSummary], half: str) -> str:
+    line = over_tasks(outside([task for task in tasks if task.record.half == half]), "autolr")
+    return f" ({percent(line.mean)})" if line else ""
 
 
 def _seeds(task: TaskSummary) -> str:
