@@ -376,6 +376,14 @@ def test_runs_of_another_version_are_marked_in_every_table(finished: Path, tmp_p
     assert MARK in render(records, current=["of today", "of then", own])["results.md"]  # a task that is named alone
 
 
+def test_the_mean_of_the_half_before_is_marked_too() -> None:
+    page = render(load(ROOT / "lab" / "benchmarks" / "results" / "bench"), current=["of today"])["results.md"]
+    table = page.partition("## Tasks that overfit")[0].splitlines()
+    rows = {line.split("|")[1].strip(" *"): line.split("|")[-2].strip() for line in table if "|" in line}
+    assert rows[f"AutoLR{MARK}"].endswith(f"%{MARK}")
+    assert rows["random search of 8"].endswith("%")
+
+
 def test_hashes_are_equivalent_where_the_file_has_todays(tmp_path: Path) -> None:
     assert equivalent(tmp_path) == {code_sha256()}
     (tmp_path / "versions.json").write_text('{"a": "first"}')
