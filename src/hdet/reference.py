@@ -99,7 +99,7 @@ class AutoLR:
             is_sign, largest = 0.3 <= self.sizes[0] / root <= 1.05, max(self.sizes)  # Adam's begin as signs
             low, high = (0.95, 0.99) if is_sign else (0.75, 0.9)
             kept = min(self.sizes) / largest  # Lion's never become smaller; they grow with the embeddings in use
-            if is_sign:
+            if is_sign and self.num_steps >= 50:
                 kept = min(size / max(self.sizes[: i + 1]) for i, size in enumerate(self.sizes)) * (
                     largest <= 1.05 * root
                 )

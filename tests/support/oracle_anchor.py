@@ -172,7 +172,7 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     kind = kind_of(updates, num_entries)
     low, high = (0.95, 0.99) if kind == "sign" else (0.75, 0.9)
     kept = min(ratios) / max(ratios)
-    if kind == "sign":
+    if kind == "sign" and min(updates[-1].step, max(warm, 4)) >= 50:
         falls = [later / earlier for earlier, later in itertools.combinations(ratios, 2)]
         kept = min(falls, default=1.0) if max(ratios) <= 1.05 * math.sqrt(num_entries) else 0.0
     of_one_size = between(kept, low, high)

@@ -35,8 +35,11 @@ between the first two, and its root mean square is not between the others, as th
 updates are of very different sizes."""
 STEADY, IS_STEADY, IS_STEADY_SIGN = 2.5, (0.75, 0.9), (0.95, 0.99)
 """What the level of updates that never shrink, as Lion's and Muon's, is divided by; and of their smallest size over the
-largest one: between the two this comes to count. Of signs, over the largest one before: Adam's begin as signs as
-Lion's do, and stay near where gradients agree; Lion's grow with the embeddings that batches have reached."""
+largest one: between the two this comes to count. Adam's begin as signs as Lion's do, and stay near where gradients
+agree."""
+NUM_GROWING = 50
+"""Steps after which signs that have only grown are of one size too, as Lion's with the embeddings that batches have
+reached. Adam's grow for some steps where weights begin at zero, as those of LoRA."""
 USUAL, USUAL_SIZE_POWER, USUAL_WEIGHTS_POWER, USUAL_STEADY = 1.6, -0.55, -0.87, 8.0
 """Where progress alone leads to: times the share of the weights that the best learning rate's first updates are of, in
 models of the same size, with these powers of theirs; and what that is divided by where updates never shrink."""
@@ -240,7 +243,8 @@ class Level:
             self._measure(sizes, rate)
         if self.found and not self.done and self.largest > 0:
             low, high = IS_STEADY_SIGN if self._is_sign else IS_STEADY
-            kept = self._kept if self._is_sign else self.smallest / self.largest
+            grows = self._is_sign and step >= NUM_GROWING
+            kept = self._kept if grows else self.smallest / self.largest
             steady = min(max((kept - low) / (high - low), 0.0), 1.0)
             share = self.size * self.allowance / STEADY**steady
             self.lr = _bounded(share * self._weights / (self.largest + SETTLED * self.last))
@@ -331,9 +335,9 @@ class Level:
         found = {"allowance": allowance, "smallest": 0.0, "watched": False, "follows_gradient": False, **found}
         found = {"started": 0, "apart_since": 0, "restarts": False, "_is_sign": False, **found}
         found = {"usual": BOUNDS[1], "_usual_size": BOUNDS[1], **found}
-        found.setdefault("_kept", number(found["smallest"]) / max(number(found["largest"]), BOUNDS[0]))
         for name in ("warm_steps", "num_tries", "started", "apart_since"):
             whole_of(found[name], name)
+        found.setdefault("_kept", number(found["smallest"]) / max(number(found["largest"]), BOUNDS[0]))
         for name in ("size", "peak", "given", "scale", "allowance", "usual", "_usual_size"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
