@@ -98,12 +98,7 @@ class AutoLR:
             self.sizes.append(last := float(update.norm()) / self.optimizer.param_groups[0]["lr"])
             is_sign, largest = 0.3 <= self.sizes[0] / root <= 1.05, max(self.sizes)  # Adam's begin as signs
             low, high = (0.95, 0.99) if is_sign else (0.75, 0.9)
-            kept = min(self.sizes) / largest  # Lion's never become smaller; they grow with the embeddings in use
-            if is_sign and self.num_steps >= 50:
-                kept = min(size / max(self.sizes[: i + 1]) for i, size in enumerate(self.sizes)) * (
-                    largest <= 1.05 * root
-                )
-            steady = clip((kept - low) / (high - low))
+            steady = clip((min(self.sizes) / largest - low) / (high - low))  # as Lion's, which never become smaller
             if len(self.sizes) == 1 and 0.3 <= last / float(self.gradient.norm()) <= 8:  # SGD's, which batches change
                 self.most = 6.0 if is_sign else 2.0
             delta = 0.02 * self.share * allowance(size, len(update), self.most) / 2.5**steady

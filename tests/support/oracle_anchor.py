@@ -171,11 +171,7 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     allowed = allowance_of(weights, num_entries, highest_allowance(updates, num_entries))
     kind = kind_of(updates, num_entries)
     low, high = (0.95, 0.99) if kind == "sign" else (0.75, 0.9)
-    kept = min(ratios) / max(ratios)
-    if kind == "sign" and min(updates[-1].step, max(warm, 4)) >= 50:
-        falls = [later / earlier for earlier, later in itertools.combinations(ratios, 2)]
-        kept = min(falls, default=1.0) if max(ratios) <= 1.05 * math.sqrt(num_entries) else 0.0
-    of_one_size = between(kept, low, high)
+    of_one_size = between(min(ratios) / max(ratios), low, high)
     lr = 0.02 * 0.4**of_one_size * allowed * share_of(s) * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
     if not s.constant and min(lr, lr / allowed) / 8 <= peak <= 8 * max(lr, lr / allowed):

@@ -35,11 +35,8 @@ between the first two, and its root mean square is not between the others, as th
 updates are of very different sizes."""
 STEADY, IS_STEADY, IS_STEADY_SIGN = 2.5, (0.75, 0.9), (0.95, 0.99)
 """What the level of updates that never shrink, as Lion's and Muon's, is divided by; and of their smallest size over the
-largest one: between the two this comes to count. Adam's begin as signs as Lion's do, and stay near where gradients
-agree."""
-NUM_GROWING = 50
-"""Steps after which signs that have only grown are of one size too, as Lion's with the embeddings that batches have
-reached. Adam's grow for some steps where weights begin at zero, as those of LoRA."""
+largest one: between the two this comes to count. Adam's begin as signs as Lion's do, and where gradients agree they
+stay near."""
 USUAL, USUAL_SIZE_POWER, USUAL_WEIGHTS_POWER, USUAL_STEADY = 1.6, -0.55, -0.87, 8.0
 """Where progress alone leads to: times the share of the weights that the best learning rate's first updates are of, in
 models of the same size, with these powers of theirs; and what that is divided by where updates never shrink."""
@@ -153,7 +150,7 @@ class Level:
         self.peak, self.given, self.hint, self.warms_up, self.watched = peak, given, hint, warms_up, watched
         self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.smallest = self.last = self.lr = self._weights = 0.0
-        self.allowance, self.usual, self._usual_size, self._kept = 1.0, BOUNDS[1], BOUNDS[1], 1.0
+        self.allowance, self.usual, self._usual_size = 1.0, BOUNDS[1], BOUNDS[1]
         self.num_tries = self.started = self.apart_since = 0
         self.found = self.gave_up = self.done = self.follows_gradient = self._is_sign = False
         self.restarts = True
@@ -243,9 +240,7 @@ class Level:
             self._measure(sizes, rate)
         if self.found and not self.done and self.largest > 0:
             low, high = IS_STEADY_SIGN if self._is_sign else IS_STEADY
-            grows = self._is_sign and step >= NUM_GROWING
-            kept = self._kept if grows else self.smallest / self.largest
-            steady = min(max((kept - low) / (high - low), 0.0), 1.0)
+            steady = min(max((self.smallest / self.largest - low) / (high - low), 0.0), 1.0)
             share = self.size * self.allowance / STEADY**steady
             self.lr = _bounded(share * self._weights / (self.largest + SETTLED * self.last))
             if not self.follows_gradient:
@@ -290,7 +285,6 @@ class Level:
                 )
             self.smallest = min(self.smallest, self.last) if self.largest else self.last
             self.largest = max(self.largest, self.last)
-            self._kept = min(self._kept, self.last / self.largest) if self.largest <= OF_SIGN[1] * root else 0.0
             self._weights = sizes.floored
             self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
             # Gradients that grow make Adam's updates up to three times as large as signs, for a while.
@@ -337,11 +331,10 @@ class Level:
         found = {"usual": BOUNDS[1], "_usual_size": BOUNDS[1], **found}
         for name in ("warm_steps", "num_tries", "started", "apart_since"):
             whole_of(found[name], name)
-        found.setdefault("_kept", number(found["smallest"]) / max(number(found["largest"]), BOUNDS[0]))
         for name in ("size", "peak", "given", "scale", "allowance", "usual", "_usual_size"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
-        for name in ("largest", "smallest", "last", "lr", "_probed", "_weights", "_kept"):
+        for name in ("largest", "smallest", "last", "lr", "_probed", "_weights"):
             if not number(found[name]) >= 0:
                 raise ValueError(f"{name} of the level must be a finite number >= 0, but got {shown(found[name])}")
         names = ("hint", "warms_up", "watched", "restarts", "found", "gave_up", "done", "follows_gradient", "_is_sign")

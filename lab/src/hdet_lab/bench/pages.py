@@ -49,8 +49,8 @@ _JUDGED = """\
 Half {half} has judged the version of its day, which was run on it once: {once}. Rules were changed since, the last one
 with a look at all halves. Defaults of rivals were chosen on half A."""
 _JUDGES = """\
-Nobody had looked at half {half}. AutoLR was run on it once; what acts in its runs has not changed since. Defaults of
-rivals were chosen on half A."""
+Nobody had looked at half {half}. AutoLR was run on it once, and no rule was changed since. Defaults of rivals were
+chosen on half A."""
 _ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%", "G": "+13.51%", "H": "+1.16%"}
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
