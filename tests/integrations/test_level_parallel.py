@@ -83,7 +83,8 @@ def _resumed(kind: str, path: str, saved_at: int) -> bool:
     """Whether a run that was saved there goes on to the last bit."""
     whole, resumed = _Run(kind), _Run(kind, 100.0)
     whole.advance(saved_at)
-    save(_state(whole), checkpoint_id=path)
+    with whole.scheduler.converged():  # with what every rank has seen of the round
+        save(_state(whole), checkpoint_id=path)
     expected = whole.advance(STEPS)
     state = _state(resumed)
     load(state, checkpoint_id=path)
