@@ -473,6 +473,19 @@ def test_above_a_schedule_that_was_given_only_the_slope_raises_it() -> None:
     assert run(-1.0, 1.0).end > 2 * near.end
 
 
+def test_progress_alone_leads_to_what_is_usual_for_the_size_and_the_slope_beyond() -> None:
+    def run(slope: float, **more: Any) -> Run:
+        return Run(steady, lambda step: slope, 200, noise=0.01, error=0.02, ends=True, **more)
+
+    times = (3e6 / 2e5) ** (0.55 - 0.4)  # a smaller model's best learning rate is higher than its first level
+    usual = 1.6 * times * 3 * 2.5 / 8  # the first level counts three updates of one size, and is divided by 2.5, not 8
+    assert run(0.0, max_update=None).end == pytest.approx(usual, rel=0.01)
+    assert run(-1.0, max_update=None).end > 2 * usual
+    small = run(0.0, shrink=0.2)  # updates that have become smaller than 0.25%: as many times more
+    assert small.end > 1.2 * usual
+    assert small.end * small.update == pytest.approx(usual * 0.0025, rel=0.05)
+
+
 @pytest.mark.parametrize(("slope", "is_sure"), [(-0.2, True), (0.0, False)])
 def test_below_a_schedule_that_was_given_updates_may_be_larger_where_more_is_surely_better(
     slope: float, is_sure: bool
