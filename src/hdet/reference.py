@@ -135,8 +135,11 @@ class AutoLR:
         if e >= -0.8:  # not beyond updates of 0.5% of the weights early, 0.8% late: damage of the first steps stays
             bound = 0.005 * 1.6 ** clip((done - 0.1) / 0.6) / ease ** clip(2 - 20 * most)  # or surely cheap
             rise *= clip((bound - update) / (0.3 * bound))
-        rise *= 1 - clip((cost - 0.3) / 0.3)
-        move = 0.0 if in_warmup or jump > 2 else min(rise, 0.3)
+        dear = clip((cost - 0.3) / 0.3)
+        move = 0.0 if in_warmup or jump > 2 else min((1 - dear) * rise, 0.3)
+        if not in_warmup:  # the decay begins early, along a line to the end, where noise costs much of the gain
+            left = self.total_steps - step
+            move += dear * clip((done - 0.2) / 0.3) * math.log(left / (left + num))
         rises = progress < -3  # a loss that stands still takes back what was earned, unless the slope leans to more
         if progress < 1 and (rises or late_z >= -0.5) and not (supported or in_warmup) and self.scale > 0.03**rises:
             move = min(move, -0.1 * min(1 - progress, 1.0))

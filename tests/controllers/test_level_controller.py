@@ -88,6 +88,8 @@ class SlowKnob:
             rise *= clip((1 - evidence.update / widest) / 0.3)
         rise *= 1 - clip((cost - 0.3) / 0.3)
         moves = [0.0 if evidence.in_warmup or jump > 2 else min(rise, 0.3)]
+        if not evidence.in_warmup:  # along a line to the end of the run, where noise costs much of the gain
+            moves[0] += clip((cost - 0.3) / 0.3) * clip((done - 0.2) / 0.3) * evidence.decay
         above = scale > (0.03 if q < -3 else 1.0) * evidence.level
         flat = q < -3 or (q < 1 and z_late >= -0.5)  # with a slope that leans to more it may be a plateau
         if enough and flat and not asks and not evidence.in_warmup and above:
@@ -165,6 +167,7 @@ def compare(
             start=(2.0, noise) if known else None, update=0.02 * 10 ** -rng.uniform(0, 3) if known else None, level=1.3,
             progress=index / 60 if known else None, scales=scales, given=rng.choice([1.0, 2.0, math.inf]),
             usual=rng.choice([0.3, 1.0, math.inf]),
+            decay=rng.choice([0.0, -0.1]),
         )  # fmt: skip
         state, decision = controller.update(state, evidence)
         rows = zip(slow, slopes.tolist(), errors.tolist(), scales.tolist(), strict=True)

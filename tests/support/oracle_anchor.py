@@ -205,6 +205,7 @@ class Shown(NamedTuple):
     scale: float  # to the schedule
     given: float  # what progress leads up to; infinite where nobody has chosen a schedule, or one far below the level
     usual: float  # what it leads up to where updates are of the usual size, for models of this size
+    left: tuple[int, int] | None = None  # steps of the run after the round and before; None where the schedule is chosen
 
 
 class Evidence:
@@ -330,6 +331,9 @@ class Evidence:
         moves[0] = min(moves[0] * between(-cost, -0.6, -0.3), 0.3)
         if shown.in_warmup or past.get("jump", 0.0) > 2:
             moves[0] = 0.0
+        if not shown.in_warmup and shown.left is not None:  # the decay comes early where noise costs much of the gain
+            after, before = shown.left
+            moves[0] -= between(cost, 0.3, 0.6) * between(shown.progress, 0.2, 0.5) * math.log(before / after)
         lowest = 0.03 if q < -3 else 1.0
         no_plateau = q < -3 or past.get("z", 0.0) >= -0.5
         if past and q < 1 and no_plateau and not asked_for and not shown.in_warmup and shown.relative_scale > lowest:
@@ -443,6 +447,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                     noise = max(float(np.std(first_losses, ddof=1)), abs(first) / 1000)
                     start = first, noise * math.sqrt(1 / 4 + 1 / num_steps)
                 moves, rows = np.zeros(num_knobs), []
+                is_ours = scenario.level and scenario.constant
                 chosen = scenario.level and not scenario.constant and (level.followed or level.scale < 1)
                 for k in range(num_knobs):
                     shown = Shown(
@@ -457,6 +462,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                         scale=float(level.scale * moved[k]),
                         given=float(np.clip(level.above, 1.0, 3.0)) if chosen else math.inf,
                         usual=level.usual,
+                        left=(scenario.total_steps - num_done, scenario.total_steps - begun) if is_ours else None,
                     )
                     slope, error = fitted_line(rho[k], losses) if spreads else mean_and_error([s[k] for s in samples])
                     slope, error, z = evidence[k].add(slope, error, shown.loss)

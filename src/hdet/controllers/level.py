@@ -32,7 +32,8 @@ SURE, VERY_SURE = 2.0, 4.0
 TOO_HIGH = 0.25
 """Elasticity above which a slope that is very sure lowers the knob."""
 BRAKE, TOO_DEAR = (0.3, 0.6), 2.0
-"""Of cost over gain: where rises fade out; and of what it is at least, where the knob falls."""
+"""Of cost over gain: where rises fade out and the final decay begins early; and of what it is at least, where the knob
+falls faster."""
 MAX_RISE, MAX_FALL = 0.3, 0.2
 """Of the logarithm, in one round."""
 STANDSTILL, STANDSTILL_FALL = 1.0, 0.1
@@ -152,7 +153,8 @@ class LevelController:
     the time in which the rate may move, another share comes to count where it is above that of z: it goes from 1 to 0
     as b over the gain goes from 0.1 to 0.3. A cost that is sure and small is that of noise, which the decay removes.
     Rises fade out as that ratio goes on to 0.6, and as the relative size of an update reaches ``max_update``, which
-    grows along the run.
+    grows along the run. As it goes on to 0.6 the final decay begins early: the rate falls as a line from where it is to
+    zero, at the end of the run, would; where the schedule is not somebody's.
 
     Optimism ends at 1.6 times the learning rate that models of this size usually train best with, or, where an update
     has become smaller than half of the first ``max_update``, at as many times more (Eq. 16).
@@ -263,8 +265,10 @@ class LevelController:
                 largest *= ROOM ** _share(trail.most, MORE)
             update = evidence.update * evidence.ease ** _share(trail.most, SURELY_CHEAP)
             rise *= _clip((largest - update) / (0.3 * largest))
-        rise *= 1 - _share(trail.cost, BRAKE)
-        move = 0.0 if evidence.in_warmup or trail.jump > SURE else min(rise, MAX_RISE)
+        dear = _share(trail.cost, BRAKE)
+        move = 0.0 if evidence.in_warmup or trail.jump > SURE else min((1 - dear) * rise, MAX_RISE)
+        if not evidence.in_warmup:
+            move += dear * _share(done, LATE) * evidence.decay
         rising = trail.progress < -EARNED[0]
         still = trail.enough and trail.progress < STANDSTILL and (rising or trail.z >= LEANS)
         if still and not supported and not evidence.in_warmup:

@@ -288,6 +288,7 @@ class RoundPolicy:
                 ease=ease,
                 given=self._given(),
                 usual=self._usual(),
+                decay=self._decay(seen, num_steps),
                 values=seen.rates,
                 last=seen.last,
             )
@@ -391,6 +392,12 @@ class RoundPolicy:
     def _usual(self) -> float:
         """The scale at which models of this size usually train best, where nobody has chosen a schedule."""
         return math.inf if self.level is None or self.level.hint else self.level.usual / self.level.peak
+
+    def _decay(self, seen: Seen, num_steps: int) -> float:
+        """What a line to zero at the end of the run would have taken off the logarithm of the rate in this round."""
+        if self.level is None or self.level.hint or not 0 < seen.left < math.inf:
+            return 0.0
+        return math.log(seen.left / (seen.left + num_steps))
 
     def _in_warmup(self, seen: Seen) -> bool:
         """Whether the learning rate rises by itself: along a warm-up of ours, or of the schedule."""

@@ -85,7 +85,8 @@ class Steered:
             given = scheduled * self.run.lr
             seen = Seen(
                 step, losses, finite, given * float(self.steering.effective[0]), given, self._sizes,
-                losses_given=True, slopes=slopes, last=last, rates=given * self.steering.effective,
+                losses_given=True, slopes=slopes, left=len(self.table) - step, last=last,
+                rates=given * self.steering.effective,
             )  # fmt: skip
             try:
                 verdict = self.policy.end_round(seen)
