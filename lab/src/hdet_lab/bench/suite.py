@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Half = Literal["A", "B", "C", "D", "E", "F", "G", "H", "extra"]
-AROUND_TORCH = ("C", "D", "E", "F", "G", "H")
+Half = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "extra"]
+AROUND_TORCH = ("C", "D", "E", "F", "G", "H", "I")
 """Halves around ``torch.optim.AdamW`` at its defaults."""
 SHAPES = ("one-cycle", "cosine", "wsd")
 START = 1e-3
@@ -45,7 +45,7 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C`` to ``H``: each run once with
+        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C`` to ``I``: each run once with
             code that had never been tried on it; ``extra``: none of them. On stdlib-gpt AutoLR's settings were looked
             at before there were halves.
         steps: of a run.
@@ -187,6 +187,17 @@ ENTRIES = (
     Entry("hyphens-sgd", "H", steps=800, task="hyphens", optimizer="sgd"),
     Entry("icons-lion", "H", steps=700, task="icons", optimizer="lion"),
     Entry("context-muon", "H", steps=1200, task="context", optimizer="muon"),
+    Entry("quotes", "I", steps=800, optimizer="torch-adamw"),
+    Entry("colours", "I", steps=1000, optimizer="torch-adamw"),
+    Entry("glyphs", "I", steps=600, optimizer="torch-adamw"),
+    Entry("visits", "I", steps=400, optimizer="torch-adamw", stacked=54),
+    Entry("spellings", "I", steps=800, optimizer="torch-adamw"),
+    Entry("melting", "I", steps=2000, optimizer="torch-adamw", stacked=54),
+    Entry("voices", "I", optimizer="torch-adamw"),
+    Entry("charges", "I", steps=3000, optimizer="torch-adamw", stacked=54),
+    Entry("clusters", "I", steps=1200, optimizer="torch-adamw"),
+    Entry("voices-sgd", "I", task="voices", optimizer="sgd"),
+    Entry("spellings-muon", "I", steps=800, task="spellings", optimizer="muon"),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")

@@ -104,6 +104,17 @@ from hdet_lab.tasks.half_h import (
     UnicodeTask,
     icons,
 )
+from hdet_lab.tasks.half_i import (
+    ChargesTask,
+    ClustersTask,
+    ColoursTask,
+    GlyphsTask,
+    MeltingTask,
+    SpellingsTask,
+    VisitsTask,
+    VoicesTask,
+    quotes,
+)
 from hdet_lab.tasks.quadratic import QuadraticTask
 from hdet_lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet_lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
@@ -238,6 +249,15 @@ TASKS: dict[str, Callable[..., Task]] = {
     "drawing": lambda data, **options: DrawingTask(**options),
     "context": lambda data, **options: ContextTask(**options),
     "bars": lambda data, **options: BarsTask(**options),
+    "quotes": quotes,
+    "colours": ColoursTask,
+    "glyphs": GlyphsTask,
+    "visits": VisitsTask,
+    "spellings": SpellingsTask,
+    "melting": MeltingTask,
+    "voices": VoicesTask,
+    "charges": lambda data, **options: ChargesTask(**options),
+    "clusters": lambda data, **options: ClustersTask(**options),
 }
 """Name to what makes the task from the data folder and options."""
 

@@ -72,6 +72,22 @@ NUM_CATEGORIES = 26
 """Of Unicode's characters that have names."""
 NUM_PLACES = 60_000
 """On the globe."""
+NUM_QUOTE_BYTES = 1_800_000
+MAX_COLOUR_NAME = 24
+COLOUR_CHARACTERS = "abcdefghijklmnopqrstuvwxyz '"
+"""Numbered from 1 on; all others have the next number."""
+NUM_GLYPHS = 20_000
+NUM_SPELLINGS = 60_000
+MAX_SPELLING = 14
+"""Letters of an English word."""
+MAX_FORMULA = 48
+"""Characters of a SMILES string."""
+NUM_FORMULA_CHARACTERS = 40
+"""None, the 38 most common, and all others."""
+NUM_VOICES = 5
+NUM_CLIPS = 1800
+"""Of each voice."""
+CLIP_FRAMES = 16
 
 
 @dataclass(frozen=True)
@@ -256,6 +272,47 @@ ATLAS = Package(
     "world-atlas-2.0.2.tgz",
     "032e7765f2ce00edaeafec23ff22bc3b77e42987c257da944cc585b452c05b97",
     ("npm", "pack", "world-atlas@2.0.2"),
+)
+QUOTES = Package(
+    "fortunes-de_0.35-1_all.deb",
+    "03fe7a7912935bd3d4e02e38d79ef32a289097f8718d4488c409595abce067a0",
+    ("apt-get", "download", "fortunes-de=0.35-1"),
+)
+COLOURS = Package(
+    "color-name-list-14.29.0.tgz",
+    "f752799d73906aa5ed09e56e76cb213e0a5af1758d6b73cc8b89ef2d9fe5d509",
+    ("npm", "pack", "color-name-list@14.29.0"),
+)
+GLYPHS = Package(
+    "unifont_1%3a15.0.01-2_all.deb",
+    "94a81ded10cb6d810fd1982edbe9587bf3b6af6fa2cb9bee4d00477131097a84",
+    ("apt-get", "download", "unifont=1:15.0.01-2"),
+)
+SPELLINGS = _pip(
+    "symspellpy-6.10.1-py3-none-any.whl",
+    "a653a6c125839a21ada87c3e044d690fc3b39872efbd7b7270db3de9471315e1",
+    "symspellpy==6.10.1",
+)
+CHEMICALS = _pip(
+    "chemicals-1.5.2-py3-none-any.whl",
+    "f85ef7f36e77fee634686c26562929ee61026cd548d89cebd57b2251ca843d6e",
+    "chemicals==1.5.2",
+)
+VOICES = (
+    SPEECH,
+    *(
+        Package(
+            f"asterisk-core-sounds-{language}-wav_1.6.1-1_all.deb",
+            sha256,
+            ("apt-get", "download", f"asterisk-core-sounds-{language}-wav=1.6.1-1"),
+        )
+        for language, sha256 in (
+            ("es", "9283a09a6d56fccdcc2bcfe86c48f0f844289cfbd46a3184d8785a6f7f569903"),
+            ("fr", "8d4e1bc32ed5ba7fbda40841ca1825ed20cc6232724a473c90f8bb0e53e6073e"),
+            ("it", "5a26638089e134b8ac39363fe249c5c93c50cd8bfdc9b2499ae61ec4a35e2fcb"),
+            ("ru", "ccbfaebfa450b7a9ddf644ae0f3d1e9017d5df7c0aebe816e946345589d38201"),
+        )
+    ),
 )
 
 
@@ -938,6 +995,122 @@ def _films(read: Read) -> Arrays:
     return {"numbers": np.array(numbers, dtype=np.float32), "ratings": ratings}
 
 
+def _quotes(read: Read) -> Arrays:
+    """German quotations and jokes in Latin-1, each with a line of % after it."""
+    parts: list[bytes] = []
+    with _debian(read(QUOTES)) as files:
+        for member in files:
+            file = files.extractfile(member) if member.isfile() and "/fortunes/de/" in member.name else None
+            if file is not None and not member.name.endswith(".dat"):
+                parts += file.read().decode("utf-8", "ignore").encode("latin-1", "ignore").split(b"\n%\n")
+    text = b"".join(part.strip() + b"\n%\n" for part in _by_hash(parts))[:NUM_QUOTE_BYTES]
+    return {"text": np.frombuffer(text, dtype=np.uint8).copy()}
+
+
+def _colours(read: Read) -> Arrays:
+    """Names of colours as numbers of characters, 0 after the end, and how much red, green and blue they have."""
+    (content,) = _members(read(COLOURS), end="package/dist/colornames.csv").values()
+    rows = [(row["name"].lower()[:MAX_COLOUR_NAME], row["hex"]) for row in _rows(content.decode())]
+    letters = np.zeros((len(rows), MAX_COLOUR_NAME), dtype=np.uint8)
+    for place, (name, _) in enumerate(rows):
+        letters[place, : len(name)] = [COLOUR_CHARACTERS.find(character) + 1 or 29 for character in name]
+    return {
+        "letters": letters,
+        "colours": np.array([list(bytes.fromhex(code[1:])) for _, code in rows], dtype=np.uint8),
+    }
+
+
+def _glyphs(read: Read) -> Arrays:
+    """Characters of Unicode as they are drawn on 16x16 points, eight to a byte; none that Hangul composes."""
+    lines = _debian_file(read(GLYPHS), "/unifont/unifont.hex").decode().split()
+    drawn = (line.split(":") for line in lines)
+    kept = (code for number, code in drawn if len(code) == 64 and not 0xAC00 <= int(number, 16) <= 0xD7A3)
+    rows = _by_hash(bytes.fromhex(code) for code in kept)[:NUM_GLYPHS]
+    return {"points": np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(-1, 32).copy()}
+
+
+def _visits(read: Read) -> Arrays:
+    """What is known of people who were insured in an experiment, and how often they saw a doctor in a year."""
+    frame = _frame(read, "Ecdat/DoctorContacts")
+    keys = ("lc", "idp", "lpi", "fmde", "physlim", "ndisease", "linc", "lfam", "educdec", "age", "child", "black")
+    columns = [frame[key].to_numpy().astype(np.float64) for key in keys]
+    columns += [np.array([value == "female" for value in frame["sex"]], dtype=np.float64)]
+    columns += [np.array([value == kind for value in frame["health"]], dtype=np.float64) for kind in ("fair", "poor")]
+    return {
+        "numbers": np.stack(columns, 1).astype(np.float32),
+        "visits": frame["mdu"].to_numpy().astype(np.float32),
+    }
+
+
+def _spellings(read: Read) -> Arrays:
+    """English words of 4 to 14 letters in no order, 0 after the end."""
+    with zipfile.ZipFile(io.BytesIO(read(SPELLINGS))) as wheel:
+        lines = wheel.read("symspellpy/frequency_dictionary_en_82_765.txt").decode("utf-8-sig").splitlines()
+    words = (line.split()[0] for line in lines if line.strip())
+    fits = (word for word in words if word.isascii() and word.isalpha() and word.islower())
+    kept = _by_hash(word.encode() for word in fits if 4 <= len(word) <= MAX_SPELLING)[:NUM_SPELLINGS]
+    letters = np.zeros((len(kept), MAX_SPELLING), dtype=np.uint8)
+    for place, word in enumerate(kept):
+        letters[place, : len(word)] = [letter - ord("a") + 1 for letter in word]
+    return {"letters": letters}
+
+
+def _melting(read: Read) -> Arrays:
+    """Substances as numbers of the characters of their SMILES, 0 after the end, and where they melt, in kelvin."""
+    with zipfile.ZipFile(io.BytesIO(read(CHEMICALS))) as wheel:
+        known = wheel.read("chemicals/Identifiers/chemical identifiers pubchem large.tsv").decode().splitlines()
+        found = wheel.read("chemicals/Misc/common_chemistry_data.tsv").decode().splitlines()[1:]
+    formulas = {parts[1].replace("-", ""): parts[4] for parts in (line.split("\t") for line in known)}
+    degrees = {formulas.get(parts[0], ""): parts[1] for parts in (line.split("\t") for line in found) if parts[1]}
+    rows = [(text, float(number)) for text, number in degrees.items() if 0 < len(text) <= MAX_FORMULA]
+    rows = sorted(row for row in rows if 100 < row[1] < 900)
+    counts = Counter(character for text, _ in rows for character in text)
+    common = sorted(counts, key=lambda character: (-counts[character], character))[: NUM_FORMULA_CHARACTERS - 2]
+    numbers = {character: number for number, character in enumerate(common, start=1)}
+    letters = np.zeros((len(rows), MAX_FORMULA), dtype=np.uint8)
+    for place, (text, _) in enumerate(rows):
+        letters[place, : len(text)] = [numbers.get(character, NUM_FORMULA_CHARACTERS - 1) for character in text]
+    return {"letters": letters, "kelvin": np.array([number for _, number in rows], dtype=np.float32)}
+
+
+_BANDS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 19, 22, 25, 29, 34, 39, 45, 52, 60, 69, 80, 92)
+"""Where each band begins, in steps of 31.25 Hz; the last goes up to 4 kHz."""
+
+
+def loudness(samples: NDArray[Any]) -> NDArray[np.uint8]:
+    """How loud 24 bands of frequencies are, in steps of 3 dB: (clips, frames, bands) of (clips, samples) at 8 kHz.
+
+    Whole numbers up to the logarithm, so that all machines find the same.
+    """
+    size, hop = 256, 128
+    frames = np.lib.stride_tricks.sliding_window_view(samples.astype(np.float64), size, axis=-1)[..., ::hop, :]
+    angles = 2 * np.pi / size * np.arange(1, size // 2)[:, None] * np.arange(size)
+    window = 0.5 - 0.5 * np.cos(2 * np.pi / size * np.arange(size))
+    parts = [np.floor(frames @ np.round(4096 * window * wave(angles)).T / 4096) for wave in (np.cos, np.sin)]
+    power = parts[0] ** 2 + parts[1] ** 2
+    total = np.add.reduceat(power, np.array(_BANDS) - 1, axis=-1)
+    return np.searchsorted(2.0 ** np.arange(8, 47), total, side="right").astype(np.uint8)
+
+
+def _voices(read: Read) -> Arrays:
+    """A quarter of a second of five people, each of whom speaks another language, as :func:`loudness`."""
+    length = 128 * (CLIP_FRAMES + 1)
+    clips = []
+    for package in VOICES:
+        parts: list[NDArray[Any]] = []
+        with _debian(read(package)) as files:
+            for member in sorted(files.getmembers(), key=lambda member: hashlib.sha256(member.name.encode()).digest()):
+                file = files.extractfile(member) if member.isfile() and member.name.endswith(".wav") else None
+                if file is not None and sum(map(len, parts)) < 2 * NUM_CLIPS:
+                    with wave.open(io.BytesIO(file.read())) as sound:
+                        samples = np.frombuffer(sound.readframes(sound.getnframes()), dtype="<i2")
+                    rows = samples[: len(samples) // length * length].reshape(-1, length)
+                    parts.append(rows[np.abs(rows.astype(np.int64)).mean(-1) > 300])  # none that is silent
+        clips.append(loudness(np.concatenate(parts)[:NUM_CLIPS]))
+    voices = np.repeat(np.arange(len(clips)), [len(part) for part in clips])
+    return {"clips": np.concatenate(clips), "voices": voices.astype(np.uint8)}
+
+
 SETS: dict[str, Callable[[Read], Arrays]] = {
     "cifar10": _cifar,
     "wikitext": _wikitext,
@@ -970,6 +1143,13 @@ SETS: dict[str, Callable[[Read], Arrays]] = {
     "icons": _icons,
     "coasts": _coasts,
     "films": _films,
+    "quotes": _quotes,
+    "colours": _colours,
+    "glyphs": _glyphs,
+    "visits": _visits,
+    "spellings": _spellings,
+    "melting": _melting,
+    "voices": _voices,
 }
 SHA256: dict[str, str] = {
     "cifar10": "03a7b07db8d537b76ed396b2c0a259989bbd0b6833757415f458c4d467a8069c",
@@ -1002,5 +1182,12 @@ SHA256: dict[str, str] = {
     "icons": "85247bf107d6e772d3d0f4b4f722cbb66c55ced3b75911e1ecab54cd200ab6e4",
     "coasts": "4fc48ebde19e1b4485880324ff60b417f27af0f65e575d72132b33c51bb5ea95",
     "films": "dd8592107a81d640d1c49fe213fbc724eec992f160247c660793cfe62f008fb3",
+    "quotes": "fff55432c5a89f44156cd62565356103c7dadb822343adef151fbe197fe2e589",
+    "colours": "c1e8e1909001a4789035ca75d7f55ef5afeb35d46828c433176a137d4af7f9d3",
+    "glyphs": "c1c6ab48fe2d2129ad2d66fc0d3aab5908e2458f17a22f01f96f8ab84e733e65",
+    "visits": "ca51bd4aafcf653e60e815f52f2c97e382d4d44f7a2a1d94da4a50c84b26b8d6",
+    "spellings": "afe62eb2e4bdb350f5a276a2829ea6296400d4b69d1ff3596d56a8abb4618977",
+    "melting": "8ad317b0abff0d373c81354ac38f1b048fec99bb80215e8e9397ed1438be4fbc",
+    "voices": "e5724c6f4d231545a54a56ca81c9720545a09e9cf159bd504e3ccaa556ddc684",
 }
 """Of the arrays of each set."""

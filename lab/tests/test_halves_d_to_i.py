@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from hdet_lab.bench.suite import ENTRIES, METHODS, jobs
+from hdet_lab.bench.suite import ENTRIES, METHODS, Entry, jobs
 from hdet_lab.stacked.run import Run
 from hdet_lab.stacked.sweep import sweep
-from hdet_lab.tasks import TASKS, half_d, half_e, half_f, half_g, half_h, packages
+from hdet_lab.tasks import TASKS, half_d, half_e, half_f, half_g, half_h, half_i, packages
 from small_tasks import write_sets
 
 RNG = np.random.default_rng(0)
@@ -118,6 +118,25 @@ SMALL: dict[str, dict[str, Any]] = {
         "numbers": RNG.uniform(0, 2000, (60, 10)).astype("f4"),
         "ratings": RNG.uniform(1, 10, 60).astype("f4"),
     },
+    "quotes": {"text": RNG.integers(0, 256, 4000).astype("u1")},
+    "colours": {
+        "letters": RNG.integers(0, 30, (60, 24)).astype("u1"),
+        "colours": RNG.integers(0, 256, (60, 3)).astype("u1"),
+    },
+    "glyphs": {"points": RNG.integers(0, 256, (60, 32)).astype("u1")},
+    "visits": {
+        "numbers": RNG.uniform(0, 9, (60, 15)).astype("f4"),
+        "visits": RNG.integers(0, 9, 60).astype("f4"),
+    },
+    "spellings": {"letters": np.pad(RNG.integers(1, 27, (60, 9)), ((0, 0), (0, 5))).astype("u1")},
+    "melting": {
+        "letters": np.pad(RNG.integers(1, 40, (60, 30)), ((0, 0), (0, 18))).astype("u1"),
+        "kelvin": RNG.uniform(100, 900, 60).astype("f4"),
+    },
+    "voices": {
+        "clips": RNG.integers(0, 34, (60, 16, 24)).astype("u1"),
+        "voices": RNG.integers(0, 5, 60).astype("u1"),
+    },
 }
 MADE: dict[str, Callable[..., Any]] = {
     "adding": half_d.AddingTask,
@@ -152,6 +171,9 @@ SIZES: dict[str, dict[str, int]] = {
     "drawing": {"num": 60, "batch_rows": 8},
     "context": {"num": 60, "batch_rows": 8},
     "bars": {"num": 60, "batch_rows": 8},
+    "quotes": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
+    "charges": {"num": 60, "batch_rows": 8},
+    "clusters": {"num": 60, "batch_rows": 8},
 }
 
 
@@ -161,7 +183,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_sets(tmp_path, SMALL, monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEFGH"}))
+@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEFGHI"}))
 def test_task_keeps_the_contract(name: str, data: Path) -> None:
     task: Any = TASKS[name](data, **SIZES.get(name, {"batch_rows": 8}))
     model = task.build(0)
@@ -241,7 +263,13 @@ def test_long_convolution_is_a_sum_over_what_came_before() -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [half_f.ModernGpt(16, 2, 2), half_f.Retention(16, 2, 2), half_g.Manual(16, 2, 2), half_h.Window(16, 1)],
+    [
+        half_f.ModernGpt(16, 2, 2),
+        half_f.Retention(16, 2, 2),
+        half_g.Manual(16, 2, 2),
+        half_h.Window(16, 1),
+        half_i.Looped(10, 16, 3),
+    ],
 )
 def test_no_symbol_sees_a_later_one(model: torch.nn.Module) -> None:
     symbols = torch.from_numpy(RNG.integers(0, 128, (2, 10)))
@@ -429,6 +457,88 @@ def test_a_bar_that_is_heated_evenly() -> None:
     assert np.allclose(half_h.warmth(np.full((1, 128), 2.0), np.full((1, 128), 4.0)), x * (1 - x), atol=1e-12)
     _, places, warm = half_h.BarsTask(num=200).gather(torch.arange(160))
     assert torch.all(warm[(places == 0) | (places == 1)] == 0)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.half == "I"], ids=lambda entry: entry.name)
+def test_a_fixed_rate_is_what_torch_makes_of_it(entry: Entry, data: Path) -> None:
+    task: Any = TASKS[entry.task_name](data, **SIZES.get(entry.task_name, {"batch_rows": 8}))
+    model, run = task.build(0), Run(lr=1e-3, schedule="constant")
+    optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=0.9)
+    for step in range(3):
+        loss = task.loss(model, task.gather(task.rows(step, seed=0)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    (result,) = sweep(task, [run], optimizer="sgd", num_steps=3)
+    assert result.validation["loss"] == pytest.approx(task.evaluate(model)["loss"], rel=1e-4)
+
+
+def test_a_point_is_not_seen_before_it_is_drawn() -> None:
+    torch.manual_seed(0)
+    model, points = half_i.Printer(8, 2), (torch.rand(2, 1, 16, 16) < 0.5).float()
+    changed = points.clone()
+    changed[:, :, 7, 5] = 1 - changed[:, :, 7, 5]
+    found, other = (model(seen).flatten(1) for seen in (points, changed))
+    place = 7 * 16 + 5
+    assert torch.equal(found[:, : place + 1], other[:, : place + 1])
+    assert torch.all(found[:, place + 1] != other[:, place + 1])
+
+
+def test_slips_of_a_typist() -> None:
+    def letters(*words: str) -> np.ndarray:
+        return np.array([[ord(letter) - 96 for letter in word] + [0] * (8 - len(word)) for word in words])
+
+    def text(row: np.ndarray) -> str:
+        return "".join(chr(96 + letter) for letter in row if letter)
+
+    found = {text(row) for row in half_i.mistyped(letters(*["abc"] * 4000), 0)}
+    alphabet = [chr(97 + place) for place in range(26)]
+    wrong = {word[:place] + letter + word[place + 1 :] for word in ["abc"] for place in range(3) for letter in alphabet}
+    longer = {"abc"[:place] + letter + "abc"[place:] for place in range(3) for letter in alphabet}
+    assert found == wrong | longer | {"bc", "ac", "ab"} | {"bac", "acb"}
+    assert half_i.mistyped(letters("abcdefgh"), 0).shape == (1, 9), "there is room for one letter more"
+
+
+def test_deviance_is_least_at_the_mean() -> None:
+    visits = torch.tensor([0.0, 1.0, 5.0])
+
+    def loss(mean: float) -> float:
+        task: Any = half_i.VisitsTask
+        return float(task.loss(None, lambda _: torch.full((3, 1), math.log(mean)), (torch.zeros(3, 1), visits)))
+
+    assert 0 < loss(2) < min(loss(1.8), loss(2.2))
+
+
+def test_a_tone_is_loud_in_its_band() -> None:
+    tone = 8000 * np.sin(2 * np.pi * 1000 / 8000 * np.arange(128 * 17))
+    found = packages.loudness(np.round(tone)[None].astype("<i2"))
+    assert found.shape == (1, 16, 24)
+    assert np.all(found.argmax(-1) == 15), "1000 Hz is step 32 of 31.25 Hz, in the band that begins at 29"
+    louder = packages.loudness(np.round(2 * tone)[None].astype("<i2"))
+    assert np.all(louder.max(-1) - found.max(-1) == 2), "twice as high is 6 dB"
+
+
+def test_charges_of_one_sign_part() -> None:
+    places, charges, force = half_i.ChargesTask(num=4000).gather(torch.arange(3000))
+    assert (force.sum(1) / math.sqrt(6)).std() == pytest.approx(0.3, abs=0.01), "but for noise they add up to nothing"
+    outward = (places * force).sum((1, 2))
+    alike = (charges.sign().sum(1).abs() == 6).nonzero().squeeze(-1)
+    assert outward[alike].mean() > outward.mean() + 1
+
+
+def test_clusters_that_are_known_cost_least() -> None:
+    task = half_i.ClustersTask(num=2000)
+    (points,) = task.gather(torch.arange(100))
+    known = torch.cat([torch.zeros(4, 1), torch.tensor([[-2.0, -2], [-2, 2], [2, -2], [2, 2]]), torch.zeros(4, 1)], 1)
+    points = known[half_d.integers(0, 4, 100, 40)][..., 1:3] + half_d.normal(1, 100, 40, 2)
+
+    def loss(parts: torch.Tensor) -> float:
+        return float(task.loss(lambda _: parts.expand(100, -1, -1), (points,)))
+
+    grown = known + torch.tensor([0, 0, 0, 0.3])
+    moved = known + torch.tensor([0, 0.5, 0, 0])
+    assert loss(known) < min(loss(grown), loss(moved))
+    assert loss(known[[2, 0, 3, 1]]) == pytest.approx(loss(known)), "in whatever order"
 
 
 def _archive(files: dict[str, bytes]) -> bytes:
