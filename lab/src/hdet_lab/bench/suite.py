@@ -195,9 +195,9 @@ ENTRIES = (
     Entry("melting", "I", steps=2000, optimizer="torch-adamw", stacked=54),
     Entry("voices", "I", optimizer="torch-adamw"),
     Entry("charges", "I", steps=3000, optimizer="torch-adamw", stacked=54),
-    Entry("clusters", "I", steps=1200, optimizer="torch-adamw"),
+    Entry("clusters", "I", steps=1000, optimizer="torch-adamw"),
     Entry("voices-sgd", "I", task="voices", optimizer="sgd"),
-    Entry("spellings-muon", "I", steps=800, task="spellings", optimizer="muon"),
+    Entry("spellings-lion", "I", steps=800, task="spellings", optimizer="lion"),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")
