@@ -233,8 +233,8 @@ PLAIN_LOOPS = ("greedy", "plateau", "adalrs", "schedule-free-plus")
 """Rivals that act on the loss of each step."""
 ONLY_ON_C = (*PLAIN_LOOPS, "muon", "step-law", "autolr-adamw", "autolr-muon")
 NOT_ON_C = ("schedule-free-grid", "schedule-free-autolr", "population", "autolr-held-out")
-LANGUAGE_MODELS = ("wikitext-gpt",)
-"""Entries of half C on which Step Law says something."""
+LANGUAGE_MODELS = ("wikitext-gpt", "quotes")
+"""Entries on which Step Law says something."""
 # What a run that is cut short should have done first: half B with what decides the target, then half A, then the rest.
 _RANKS: dict[str, int] = {
     "adamw-grid": 0, "grid": 1, "autolr": 1, "adamw": 1, "prodigy": 1, "schedule-free": 1, "schedule-free-grid": 3,

@@ -31,12 +31,12 @@ class Looped(nn.Module):
     def __init__(self, context: int, width: int, num_layers: int) -> None:
         super().__init__()
         self.num_layers = num_layers
-        self.symbols, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
         self.layer, self.norm, self.head = Layer(width), nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
-        seen = self.symbols(x) + self.places.weight[:length]
+        seen = self.tokens(x) + self.positions.weight[:length]
         for _ in range(self.num_layers):
             seen = self.layer(seen, later(length, x.device))
         out: Tensor = self.head(self.norm(seen))
@@ -80,12 +80,12 @@ class Painter(nn.Module):
 
     def __init__(self, length: int, width: int = 64, num_layers: int = 3) -> None:
         super().__init__()
-        self.letters = nn.Embedding(len(COLOUR_CHARACTERS) + 2, width)
+        self.inputs = nn.Embedding(len(COLOUR_CHARACTERS) + 2, width)
         self.layers = nn.Sequential(*(SpatialGate(length, width) for _ in range(num_layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.layers(self.letters(x))).mean(1))
+        out: Tensor = self.head(self.norm(self.layers(self.inputs(x))).mean(1))
         return out
 
 
@@ -208,7 +208,7 @@ class Highway(nn.Module):
 
     def __init__(self, num_typed: int, num_letters: int, width: int = 256, num_layers: int = 6) -> None:
         super().__init__()
-        self.letters, self.first = nn.Embedding(NUM_LETTERS, 16), nn.Linear(16 * num_typed, width)
+        self.inputs, self.first = nn.Embedding(NUM_LETTERS, 16), nn.Linear(16 * num_typed, width)
         self.layers = nn.ModuleList([nn.Linear(width, 2 * width) for _ in range(num_layers)])
         self.head = nn.Linear(width, num_letters * NUM_LETTERS)
         for layer in self.layers:
@@ -216,7 +216,7 @@ class Highway(nn.Module):
             nn.init.constant_(layer.bias[width:], -2)
 
     def forward(self, typed: Tensor) -> Tensor:
-        x = self.first(self.letters(typed).flatten(1))
+        x = self.first(self.inputs(typed).flatten(1))
         for layer in self.layers:
             new, gate = layer(x).chunk(2, -1)
             share = torch.sigmoid(gate)
@@ -251,13 +251,14 @@ class Substance(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.pairs = nn.Embedding(NUM_FORMULA_CHARACTERS**2, width)
-        self.head = mlp(width, 128, 128, 1)
+        self.inputs = nn.Embedding(NUM_FORMULA_CHARACTERS**2, width)
+        self.layers, self.head = mlp(width, 128, 128), nn.Linear(128, 1)
 
     def forward(self, letters: Tensor) -> Tensor:
         first, second = letters[:, :-1], letters[:, 1:]
         there = (first > 0).unsqueeze(-1)
-        out: Tensor = self.head((self.pairs(first * NUM_FORMULA_CHARACTERS + second) * there).sum(1))
+        found = (self.inputs(first * NUM_FORMULA_CHARACTERS + second) * there).sum(1)
+        out: Tensor = self.head(torch.relu(self.layers(found)))
         return out.squeeze(-1)
 
 
