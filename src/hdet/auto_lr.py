@@ -59,7 +59,8 @@ class AutoLR(Scheduler, LRScheduler):
 
     The first learning rate follows from the size of the first updates (Eq. 16), and rises along a warm-up of 6% of the
     run. After each round it rises where the slope of the loss over its logarithm supports that or progress has earned
-    it, and falls where the loss stands still or rises (Eq. 17), until it decays to zero over the last 30%.
+    it, and falls where the loss stands still or rises, or noise costs much of the gain (Eq. 17), until it decays to
+    zero over the last 30%.
 
     ``AutoLR(schedule)`` keeps the shape of any schedule and multiplies it by the learned scale; its peak is followed
     where it is within a factor of 8 of the first level. ``AutoLR(optimizer)`` is a run of unknown length, which

@@ -42,7 +42,7 @@ SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-
 DRAWN = ("autolr", "adam", "nadamw", "schedule-free", "prodigy", "mechanic", "search-4", "search-8")
 
 _LABEL = """\
-The aims are meant for tasks that were never looked at (halves D to H), of which there are no records. AutoLR's
+The aims are meant for tasks that were never looked at (halves D to I), of which there are no records. AutoLR's
 settings were looked at on every task here; defaults of rivals were chosen on half A alone. So the figures describe
 these tasks, and judge nothing about others."""
 _JUDGED = """\
@@ -51,7 +51,7 @@ with a look at all halves. Defaults of rivals were chosen on half A."""
 _JUDGES = """\
 Nobody had looked at half {half}. AutoLR was run on it once, and no rule was changed since. Defaults of rivals were
 chosen on half A."""
-_ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%", "G": "+13.51%", "H": "+1.16%"}
+_ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%", "G": "+13.51%", "H": "+1.16%", "I": "+5.85%"}
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
 seed, less 1; means are geometric. The best of the grid has the lowest mean over seeds of that same loss, which
@@ -127,7 +127,7 @@ def _figure(task: TaskSummary) -> str:
 
 
 def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, current: Collection[str]) -> str:
-    halves = {half: [task for task in tasks if task.record.half == half] for half in "GFEDCBA"}
+    halves = {half: [task for task in tasks if task.record.half == half] for half in "HGFEDCBA"}
     judged_tasks = _judged(tasks)
     judged = judged_tasks[0].record.half if judged_tasks else "B"
     before = [half for half, part in halves.items() if part and "B" < half < judged][:1]
@@ -165,8 +165,8 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
 
 
 def _judged(tasks: Sequence[TaskSummary]) -> list[TaskSummary]:
-    """The last half there is, of B to H."""
-    last = max((task.record.half for task in tasks if task.record.half in "BCDEFGH"), default="B")
+    """The last half there is, of B to I."""
+    last = max((task.record.half for task in tasks if task.record.half in "BCDEFGHI"), default="B")
     return [task for task in tasks if task.record.half == last]
 
 
@@ -259,7 +259,7 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
     """A table of the half that judges, a line for each of the others."""
     judging = {task.record.name for task in _judged(tasks)}
     rows, others = [], dict[str, list[str]]()
-    for task in sorted(tasks, key=lambda task: -"ABCDEFGH".find(task.record.half)):
+    for task in sorted(tasks, key=lambda task: -"ABCDEFGHI".find(task.record.half)):
         record, (shape, lr) = task.record, task.record.best()
         mine = "autolr" in task.excess
         name = marked(f"[{record.name}]({_figure(task)})" if mine else record.name, "autolr", [task], current)

@@ -20,7 +20,7 @@ from hdet_lab.tasks.base import Batch, Task
 
 NUM_POINTS = 20
 """Of a validation curve."""
-NUM_LRS = 60
+NUM_LRS = 32
 """Learning rates kept of a run of AutoLR."""
 MIN_WATCHED, MAX_WATCHED = 64, 512
 
