@@ -303,6 +303,7 @@ class Run:
                 np.ones(1, dtype=bool), rate=rate,
                 sizes=(sizes := Sizes(weights, weights * unit * rate * (shrink if level.done else 1.0), 1.0, num)),
                 slopes=(np.array([slope(step) + error * rng.normal()]), np.array([error])),
+                left=total / 0.7 - step,
             )  # fmt: skip
             if "progress" in (looked := policy.end_round(seen).control):
                 self.update = sizes.update / sizes.weights / allowed
@@ -320,6 +321,16 @@ def steady(step: int) -> float:
     return 2 - 0.3 * math.log(step)
 
 
+@pytest.mark.parametrize("given", [None, 1.0])
+def test_the_final_decay_begins_early_where_noise_costs_much(given: float | None) -> None:
+    """Along a line to the end of the run, of which a schedule of the user's own has one already."""
+    costly, cheap = (Run(steady, lambda step, cost=cost: 0.3 * cost, given=given) for cost in (0.8, 0.1))  # type: ignore[misc]
+    assert cheap.end >= cheap.scales[60]
+    fall = costly.end / costly.scales[60]
+    left = np.linspace(1, 0.3, len(costly.scales))
+    assert fall == pytest.approx(left[-1] / left[60] if given is None else 1.0, rel=0.02)
+
+
 @pytest.mark.slow
 def test_noise_alone_never_raises_it() -> None:
     """It comes to rest at the least that a standstill leaves; lower where chance looks like a loss that rises."""
@@ -328,7 +339,8 @@ def test_noise_alone_never_raises_it() -> None:
         assert run.scales.max() <= 1.03
         assert run.end <= 1.03
         assert run.scales.min() > LOWEST_RISING * math.exp(-0.2)
-    assert LOWEST * math.exp(-0.2) < np.median([run.end for run in runs]) < LOWEST * 1.1
+    assert 0.3 * LOWEST * math.exp(-0.2) < min(run.end for run in runs)  # where chance looks like a cost: a decay
+    assert 0.5 * LOWEST < np.median([run.end for run in runs]) < LOWEST * 1.1
 
 
 @pytest.mark.parametrize(("num_rounds", "num_runs"), [(40, 20), (120, 8)])
@@ -405,7 +417,7 @@ def test_batches_of_outliers_neither_lower_nor_raise_it() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_a_loss_that_rises_lowers_it_far(noise: float) -> None:
     run = Run(lambda step: 2 + 0.001 * step, noise=noise)
-    assert LOWEST_RISING * math.exp(-0.2) < run.end < 0.1
+    assert 0.3 * LOWEST_RISING * math.exp(-0.2) < run.end < 0.1
 
 
 def test_a_slow_phase_after_a_fast_one_does_not_cut_it() -> None:

@@ -205,7 +205,7 @@ class Shown(NamedTuple):
     scale: float  # to the schedule
     given: float  # what progress leads up to; infinite where nobody has chosen a schedule, or one far below the level
     usual: float  # what it leads up to where updates are of the usual size, for models of this size
-    left: tuple[int, int] | None = None  # steps of the run after the round and before; None where the schedule is chosen
+    left: tuple[int, int] | None  # steps of the run after the round and before; None where the schedule is chosen
 
 
 class Evidence:

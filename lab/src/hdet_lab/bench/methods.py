@@ -27,7 +27,8 @@ never draws. Besides:
   transformers, the loss smoothed over 50 steps; ReduceLROnPlateau at its defaults, told 50 means a run; AdaLRS from
   its abstract and summaries, searching in the first half of a cosine. ``schedule-free-plus``: as its authors' code, 10%
   warm-up.
-- ``muon``: its author's 0.02 for hidden matrices, Adam at 0.0003 for the rest, under WSD. ``step-law``: its formula,
+- ``muon``: its author's 0.02 for hidden matrices, before half I for most embeddings too, Adam at 0.0003 for the
+  rest, under WSD. ``step-law``: its formula,
   under a cosine. ``autolr-adamw``, ``autolr-muon``: AutoLR around the optimizer of ``adamw`` and of ``muon``.
 """
 
