@@ -49,23 +49,22 @@ _JUDGED = """\
 Half {half} has judged the version of its day, which was run on it once: {once}. Rules were changed since, the last one
 with a look at all halves. Defaults of rivals were chosen on half A."""
 _JUDGES = """\
-Nobody had looked at half {half}. AutoLR was run on it once, and no rule was changed since. Defaults of rivals were
-chosen on half A."""
+AutoLR was run once on half {half}, which no rule had seen; none was changed since. Defaults of rivals were chosen on
+half A."""
 _ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%", "G": "+13.51%", "H": "+1.16%", "I": "+5.85%"}
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
 seed, less 1; means are geometric. The best of the grid has the lowest mean over seeds of that same loss, which
 flatters it and random search. In brackets: 95% bootstrap intervals over tasks and seeds. Random search draws from the
-grid after it has grown to where its best is inside; its expectation is exact. Worth: the fewest runs of random search
+grid after it has grown to where its best is inside. Worth: the fewest runs of random search
 that are expected to reach the method's loss, the median over tasks ("all": more than the grid has). Pairs: tasks on
 which AutoLR is ahead/level/behind, paired over seeds; level: the 95% interval of the difference has zero."""
 _STEPS = """\
 Share of tasks of {halves} on which a method's median run comes within {slack:.0%} of where the best fixed run
-ends, in at most so many times the steps of the fastest method; methods
-that do on {least:.0%} at least."""
+ends, in so many times the steps of the fastest method; methods that do on {least:.0%} at least."""
 _RECORDS = """\
-Every run is in `lab/benchmarks/results/bench/`. `hdet bench` makes the records, `hdet bench --pages`
-this page; `hdet bench --task mine.py:Task` compares on your own [task](lab.md#a-task-of-your-own)."""
+Every run is in `lab/benchmarks/results/bench/`, made by `hdet bench`; this page by `hdet bench --pages`. Your own task:
+`hdet bench --task mine.py:Task` ([lab](lab.md#a-task-of-your-own))."""
 
 
 def make_pages(records: Path, docs: Path) -> list[Path]:
@@ -322,12 +321,12 @@ def _facts(records: Sequence[Record]) -> list[str]:
         for fact in record.facts:
             device = ", ".join(fact["hardware"]["gpus"]) or fact["hardware"]["cpu"]
             commit = fact["git_commit"] or "unknown"
-            commit = commit[:10] + (" with changes" if commit.endswith("+") else "")
+            commit = commit[:10] + ("+" if commit.endswith("+") else "")
             row = (f"{device}, torch {fact['torch']}", fact.get("code_sha256", "unknown")[:10])
             halves.setdefault(row, set()).add(record.half if len(record.half) == 1 else "-")
             tasks = found.setdefault(row, {})
             tasks[commit] = tasks.get(commit, 0) + 1
-    heads = ["halves", "machine", "code (SHA-256)", "commit (number of tasks)"]
+    heads = ["halves", "machine", "code (SHA-256)", "commit, +: with changes (number of tasks)"]
     rows = [
         ["".join(sorted(halves[row])), *row, ", ".join(f"{commit} ({num})" for commit, num in tasks.items())]
         for row, tasks in found.items()
