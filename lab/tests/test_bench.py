@@ -17,7 +17,7 @@ from hdet_lab.bench import runner as runner_module
 from hdet_lab.bench.held_out import HeldBack
 from hdet_lab.bench.methods import HALVING_LRS, extension, found_lr, run_method
 from hdet_lab.bench.pages import make_pages, render, said_of
-from hdet_lab.bench.records import gather, load
+from hdet_lab.bench.records import Record, gather, load
 from hdet_lab.bench.runner import Runner, take_claim
 from hdet_lab.bench.statistics import choose_default, mean
 from hdet_lab.bench.suite import (
@@ -343,6 +343,16 @@ def test_summaries_are_of_the_losses_in_the_record(finished: Path, tmp_path: Pat
     word, said = verdict([task])
     assert word in ("met", "not met", "not measured")
     assert any("not measured: " in part and "Mechanic" in part for part in said)
+
+
+def test_a_grid_that_is_chosen_on_other_seeds_is_judged_on_a_seed_it_has_not_seen() -> None:
+    losses = {("wsd", 0.1): (1.0, 1.0, 4.0), ("wsd", 0.2): (2.0, 2.0, 1.5)}
+    grid = [{"schedule": shape, "lr": lr, "seed": seed, "loss": loss}
+            for (shape, lr), row in losses.items() for seed, loss in enumerate(row)]  # fmt: skip
+    task = summarize(Record("own", "B", "own", "adam", 10, [], {"grid": grid}, {}, {}))
+    assert task is not None
+    assert task.best == [2.0, 2.0, 1.5]  # the lowest mean over all three
+    assert task.excess["grid-elsewhere"] == [0.0, 0.0, 4.0 / 1.5 - 1]  # the first two seeds choose the other
 
 
 def test_only_seeds_that_all_methods_have_are_compared(finished: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hdet_lab.models.feed import FeedModel
 from hdet_lab.stacked.engine import StackedModels
-from hdet_lab.stacked.optim import SGD, Adam, Lion, Muon, StackedOptimizer, make_layout
+from hdet_lab.stacked.optim import SGD, Adam, Lion, Muon, StackedOptimizer, make_layout, outer_matrices
 from hdet_lab.tasks import TextTask, split_rows
 
 RUNS, REPLICAS, STEPS = 2, 3, 5
@@ -187,6 +187,19 @@ def test_muon_leaves_embeddings_outputs_and_vectors_to_adam(task: TextTask) -> N
         named = dict(model.named_parameters())
         layout = make_layout(named, (p.shape for p in named.values()))
         assert {slot.name for slot in layout if Muon().is_hidden_matrix(slot)} == expected
+
+
+def test_embeddings_and_outputs_are_known_by_what_they_are() -> None:
+    letters, hidden = nn.Embedding(5, 8), nn.Linear(8, 8)
+    for model, expected in (
+        (nn.Sequential(letters, hidden, nn.Linear(8, 3)), {"1.weight"}),
+        (nn.Sequential(letters, hidden, nn.Linear(3, 8)), {"1.weight", "2.weight"}),  # the embedding is the output, too
+        (nn.ModuleDict({"places": letters, "head": nn.Linear(8, 3), "up": hidden}), {"up.weight"}),
+    ):
+        named = dict(model.named_parameters())
+        layout = make_layout(named, (p.shape for p in named.values()))
+        muon = Muon(not_hidden=outer_matrices(model))
+        assert {slot.name for slot in layout if muon.is_hidden_matrix(slot)} == expected
 
 
 def test_replicas_stay_on_the_anchor_line(task: TextTask) -> None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from hdet.checks import FloatArray
 from hdet.schedule import constant_then_linear
-from hdet_lab.stacked.optim import SGD, Adam, Lion, Muon, StackedOptimizer
+from hdet_lab.stacked.optim import SGD, Adam, Lion, Muon, StackedOptimizer, outer_matrices
 from hdet_lab.tasks.base import Task, param_groups
 
 TrainMethod = Literal["fixed", "paper", "gradient", "loss"]
@@ -107,7 +107,7 @@ def schedule_table(name: str, num_steps: int) -> FloatArray:
 def make_optimizer(name: str) -> StackedOptimizer:
     """The stacked optimizer called ``name``, one of :data:`OptimizerName`.
 
-    Or ``torch-adamw``, ``torch.optim.AdamW`` at its defaults; ``author-muon``, Muon at those of its author.
+    Or ``torch-adamw``, ``torch.optim.AdamW`` at its defaults.
     """
     makers: dict[str, Callable[[], StackedOptimizer]] = {
         "adam": lambda: Adam(ADAM_BETAS),
@@ -116,11 +116,16 @@ def make_optimizer(name: str) -> StackedOptimizer:
         "lion": Lion,
         "muon": lambda: Muon(betas=ADAM_BETAS),
         "torch-adamw": lambda: Adam(weight_decay=0.01, decoupled=True),
-        "author-muon": lambda: Muon(betas=ADAM_BETAS, eps=1e-10, adam_share=MUON_ADAM_LR / MUON_LR),
     }
     if name not in makers:
         raise ValueError(f"optimizer must be one of {', '.join(makers)}, but got {name!r}")
     return makers[name]()
+
+
+def author_muon(model: nn.Module) -> Muon:
+    """Muon at the settings of its author, for this model's hidden matrices."""
+    outer = outer_matrices(model)
+    return Muon(betas=ADAM_BETAS, eps=1e-10, adam_share=MUON_ADAM_LR / MUON_LR, not_hidden=outer)
 
 
 def make_torch_optimizer(name: TorchOptimizerName, lr: float, task: Task, model: nn.Module) -> Optimizer:

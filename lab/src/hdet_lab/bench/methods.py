@@ -1,7 +1,7 @@
 """The methods of the benchmark, each as its authors would run it. A method gives the records of its runs.
 
 - ``grid``: fixed learning rates by half-decades under one-cycle, cosine and WSD; it grows where the best is at an edge.
-  Adam here and everywhere below, where nothing else is said, with betas 0.9 and 0.95.
+  Adam, here and below, has betas 0.9 and 0.95 where nothing else is said.
 - ``autolr``: ``AutoLR(optimizer, total_steps=N)``.
 - ``autolr-held-out``: the same around AdamW, with ``probe=`` and ``weight_decay="learn"`` from 0.1. The probe has a
   tenth of the training rows, which are not trained on: rows at random, of a text its last tenth.
@@ -11,12 +11,12 @@
 - ``prodigy`` (with its safeguard for warm-ups), ``d-adaptation``: betas 0.9 and 0.999; ``mechanic`` around Adam. All
   three follow a cosine with a warm-up of 5% and a peak of 1.
 - ``dog``: constant, evaluated at its polynomial average; first distance 1e-6, with BatchNorm 1e-4.
-- ``schedule-free``: betas 0.9 and 0.999, constant after a warm-up of 10%, at its package's default of 0.0025.
+- ``schedule-free``: betas 0.9 and 0.999, constant after a warm-up of 10%, at its default of 0.0025.
 - ``schedule-free-grid``: the same at several learning rates; ``schedule-free-autolr``: AutoLR sets its learning rate.
 - ``finder``: a tenth of the run grows the learning rate from 1e-7 to 10; a tenth of where the smoothed loss was lowest
   is the peak of a one-cycle in the other nine tenths.
 - ``halving``: half of the run's compute for eight learning rates, then four, then two, judged by validation loss; the
-  best has a one-cycle over the other half.
+  best has a one-cycle over the rest.
 - ``population``: population-based training of four workers with the whole batch each, four times the compute.
 
 On halves C to I ``grid``, ``autolr`` and ``adam`` have ``torch.optim.AdamW`` at its defaults (betas 0.9, 0.999; decay
@@ -25,11 +25,11 @@ never draws. Besides:
 
 - ``greedy``, ``plateau``, ``adalrs`` read the training loss, around AdamW from its default of 0.001: GreedyLR as in
   transformers, the loss smoothed over 50 steps; ReduceLROnPlateau at its defaults, told 50 means a run; AdaLRS from
-  its abstract and summaries, searching in the first half of a cosine. ``schedule-free-plus``: as its authors' code, 10%
-  warm-up.
-- ``muon``: its author's 0.02 for hidden matrices, before half I for most embeddings too, Adam at 0.0003 for the
-  rest, under WSD. ``step-law``: its formula,
-  under a cosine. ``autolr-adamw``, ``autolr-muon``: AutoLR around the optimizer of ``adamw`` and of ``muon``.
+  its abstract and summaries, searching in the first half of a cosine. ``schedule-free-plus``: as its authors' code,
+  10% warm-up.
+- ``muon``: its author's 0.02 for hidden matrices (before half I for most embeddings too), Adam at 0.0003 for the
+  rest, under WSD. ``step-law``: its formula, under a cosine. ``autolr-adamw``, ``autolr-muon``: AutoLR around the
+  optimizer of ``adamw`` and of ``muon``.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from hdet_lab.bench.loops import run_loop
 from hdet_lab.bench.statistics import mean
 from hdet_lab.bench.suite import AROUND_TORCH, GRIDS, NUM_CALIBRATION_SEEDS, PLAIN_LOOPS, SHAPES, START, half_decade
 from hdet_lab.bench.train import Bench, Whole
-from hdet_lab.recipes import ADAM_BETAS, ADAMW_DECAY, MUON_LR
-from hdet_lab.stacked.optim import EMBEDDINGS_AND_HEADS
+from hdet_lab.recipes import ADAM_BETAS, ADAMW_DECAY, MUON_LR, author_muon
+from hdet_lab.stacked.optim import EMBEDDINGS_AND_HEADS, Muon
 from hdet_lab.stacked.population import train_populations
 from hdet_lab.stacked.rivals import DAdaptAdam, DoG, Mechanic, NAdamW, Prodigy, RangeTest, Rule, ScheduleFree
 from hdet_lab.stacked.run import Run
@@ -87,13 +87,17 @@ def run_method(bench: Bench, method: str) -> Records:
         "finder": lambda: _finder(bench),
         "halving": lambda: _halving(bench),
         "population": lambda: _population(bench),
-        "muon": lambda: bench.train(_fixed(bench.seeds, [MUON_LR], ["wsd"]), "author-muon"),
+        "muon": lambda: bench.train(_fixed(bench.seeds, [MUON_LR], ["wsd"]), _author_muon(bench)),
         "autolr-adamw": lambda: bench.train(_auto(bench), "adamw"),
-        "autolr-muon": lambda: bench.train(_auto(bench), "author-muon"),
+        "autolr-muon": lambda: bench.train(_auto(bench), _author_muon(bench)),
         "step-law": lambda: bench.train(_fixed(bench.seeds, [_step_law(bench)], ["cosine"]), bench.entry.optimizer),
         **{name: functools.partial(run_loop, bench, name) for name in PLAIN_LOOPS},
     }
     return plain[method]()
+
+
+def _author_muon(bench: Bench) -> Muon:
+    return author_muon(bench.task.build(0))
 
 
 def _nadamw() -> Rule:

@@ -49,16 +49,16 @@ _JUDGED = """\
 Half {half} has judged the version of its day, which was run on it once: {once}. Rules were changed since, the last one
 with a look at all halves. Defaults of rivals were chosen on half A."""
 _JUDGES = """\
-AutoLR was run once on half {half}, which no rule had seen; none was changed since. Defaults of rivals were chosen on
-half A."""
+AutoLR was run once on half {half}, which no rule had seen; none was changed since."""
 _ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%", "G": "+13.51%", "H": "+1.16%", "I": "+5.85%"}
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
-seed, less 1; means are geometric. The best of the grid has the lowest mean over seeds of that same loss, which
-flatters it and random search. In brackets: 95% bootstrap intervals over tasks and seeds. Random search draws from the
-grid after it has grown to where its best is inside. Worth: the fewest runs of random search
-that are expected to reach the method's loss, the median over tasks ("all": more than the grid has). Pairs: tasks on
-which AutoLR is ahead/level/behind, paired over seeds; level: the 95% interval of the difference has zero."""
+seed, less 1; means are geometric, (9) over so many tasks. The best has the lowest mean over seeds of that same loss,
+which flatters it and random search: chosen on the other seeds, the grid is no longer at zero. In brackets: 95%
+bootstrap intervals over tasks and seeds. Random search draws from the grid after it has grown to where its best is
+inside. Worth: the fewest runs of it that are expected to reach the method's loss, the median over tasks ("all": more
+than the grid has). Pairs: tasks on which AutoLR is ahead/level/behind, paired over seeds; level: the 95% interval of
+the difference has zero."""
 _STEPS = """\
 Share of tasks of {halves} on which a method's median run comes within {slack:.0%} of where the best fixed run
 ends, in so many times the steps of the fastest method; methods that do on {least:.0%} at least."""
@@ -202,7 +202,7 @@ def _half(tasks: Sequence[TaskSummary], others: Others, current: Collection[str]
         method = line.method
         median, fewest, most = worth(tasks, method)
         label = _label(method, tasks, current)
-        fewer = "" if line.num_tasks == len(tasks) else f" ({line.num_tasks} task{'s' * (line.num_tasks > 1)})"
+        fewer = "" if line.num_tasks == len(tasks) else f" ({line.num_tasks})"
         rows.append([
             label + fewer, _compute(method), f"{percent(line.mean)} {interval(line.low, line.high)}",
             percent(line.rest), "/".join(map(str, line.near)), f"{percent(line.worst)} ({line.worst_task})",
@@ -224,9 +224,8 @@ def _means(method: str, others: Others, current: Collection[str]) -> list[str]:
 
 
 def _overfitting(tasks: Sequence[TaskSummary], shown: Collection[str], current: Collection[str]) -> list[str]:
-    said = f"The rule: more than {MAX_PASSES} passes over the training rows, and more parameters than rows: "
-    said += "; ".join(f"{task.record.name} ({task.overfits})" for task in tasks)
-    said += ". They are in no mean above; the rule was written down after results were known."
+    said = f"More than {MAX_PASSES} passes over the training rows, and more parameters than rows. "
+    said += "They are in no mean above; the rule was written down after results were known."
     rows = []
     for method in (method for method in SHOWN if method in shown):
         if all(method in task.excess for task in tasks):
@@ -271,7 +270,7 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
     lines = table(heads, rows)
     known, halves = {task.record.name for task in tasks}, {task.record.half for task in tasks}
     missing = [name for name in DEFAULT_ENTRIES if name not in known and BY_NAME[name].half in halves]
-    said = "Names link to the learning rates of AutoLR with all seeds, against the best fixed one (dashed)."
+    said = "Links: learning rates of all seeds, the best fixed one dashed."
     said += f" Not measured: {', '.join(missing)}." if missing else ""
     titles = {half: "Others" if half == "extra" else f"Half {half}{_mean(tasks, half)}" for half in others}
     listed = [f"- {titles[half]}: {', '.join(names)}." for half, names in others.items()]

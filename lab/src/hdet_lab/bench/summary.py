@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hdet_lab.bench.records import Record
+from hdet_lab.bench.records import Condition, Record
 from hdet_lab.bench.statistics import (
+    best_condition,
     equivalent_runs,
     excess,
     expected_best,
@@ -54,6 +55,7 @@ LABELS = {
     "autolr-adamw": "AutoLR around that AdamW",
     "autolr-muon": "AutoLR around that Muon",
     "step-law": "Step Law",
+    "grid-elsewhere": "the grid, chosen on the other seeds",
     **{f"search-{size}": f"random search of {size}" for size in SWEEP_SIZES},
 }
 COMPUTE = {
@@ -136,9 +138,21 @@ def summarize(record: Record) -> TaskSummary | None:
     fixed = record.losses("grid").get(ADAM_DEFAULT, {})
     if record.optimizer in ("adam", "torch-adamw") and fixed.keys() >= set(seeds):
         found.excess["adam"] = excess([fixed[seed] for seed in seeds], best)
+    if len(seeds) > 1:
+        found.excess["grid-elsewhere"] = excess(_chosen_elsewhere(record.losses("grid"), seeds), best)
     for size in SWEEP_SIZES:
         searched = [expected_best(found.searched(seed), size) for seed in seeds]
         found.excess[f"search-{size}"] = excess(searched, best)
+    return found
+
+
+def _chosen_elsewhere(grid: Mapping[Condition, Mapping[int, float]], seeds: Sequence[int]) -> list[float]:
+    """Each seed's loss under the condition that has the lowest mean over the other seeds: what a grid really gives."""
+    conditions = {key: losses for key, losses in grid.items() if losses.keys() >= set(seeds)}
+    found = []
+    for seed in seeds:
+        others = {key: [losses[each] for each in seeds if each != seed] for key, losses in conditions.items()}
+        found.append(conditions[best_condition(others)][seed])
     return found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hdet_lab.bench.suite import Entry
 from hdet_lab.stacked.engine import StackedModels
+from hdet_lab.stacked.optim import StackedOptimizer
 from hdet_lab.stacked.rivals import Rule
 from hdet_lab.stacked.run import Result, Run
 from hdet_lab.stacked.sweep import sweep
@@ -55,7 +56,7 @@ class Bench:
     def train(
         self,
         runs: Sequence[Run],
-        optimizer: str | Rule,
+        optimizer: str | StackedOptimizer | Rule,
         *,
         steps: int | None = None,
         spent: int = 0,
@@ -66,7 +67,13 @@ class Bench:
         results = self.sweep(runs, optimizer, steps or self.steps, watch)
         return [_record(result, watch) for result in results]
 
-    def sweep(self, runs: Sequence[Run], optimizer: str | Rule, steps: int, watch: Watch | None = None) -> list[Result]:
+    def sweep(
+        self,
+        runs: Sequence[Run],
+        optimizer: str | StackedOptimizer | Rule,
+        steps: int,
+        watch: Watch | None = None,
+    ) -> list[Result]:
         """A sweep in parts, and in smaller ones where memory ends."""
         found: list[Result] = []
         size = self.entry.stacked

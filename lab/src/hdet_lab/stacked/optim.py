@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 State = dict[str, Tensor]
 # First parts of the names of embeddings and output layers in the lab's models.
@@ -140,15 +140,16 @@ class Lion:
 class Muon:
     """``torch.optim.Muon`` with Nesterov momentum for hidden matrices, :class:`Adam` for everything else.
 
-    A hidden matrix is a 2-D parameter whose name does not begin with one of ``not_hidden``. The update of a matrix has
-    the size of Adam's (``adjust_lr_fn="match_rms_adamw"``), so that one learning rate serves both; with ``adam_share``
-    it is as its author has it (``"original"``), and the learning rate of everything else is this share of it.
+    A hidden matrix is a 2-D parameter whose name is none of ``not_hidden``, nor begins with one of them. The update of
+    a matrix has the size of Adam's (``adjust_lr_fn="match_rms_adamw"``), so that one learning rate serves both; with
+    ``adam_share`` it is as its author has it (``"original"``), and the learning rate of everything else is this share
+    of it.
 
     Args:
         momentum: of the matrices.
         betas, eps: Adam's.
         weight_decay: decoupled, of all parameters.
-        not_hidden: first parts of the names of embeddings and output layers.
+        not_hidden: names of embeddings and output layers, or their first parts.
         dtype: of the Newton-Schulz iteration.
         adam_share: None for updates of the same size.
     """
@@ -176,7 +177,7 @@ class Muon:
         return False
 
     def is_hidden_matrix(self, slot: Slot) -> bool:
-        return len(slot.shape) == 2 and slot.name.partition(".")[0] not in self.not_hidden
+        return len(slot.shape) == 2 and self.not_hidden.isdisjoint((slot.name, slot.name.partition(".")[0]))
 
     def init(self, like: Tensor, layout: Layout) -> State:
         matrices, others = self._split(layout)
@@ -207,6 +208,19 @@ class Muon:
     def _split(self, layout: Layout) -> tuple[Layout, Layout]:
         matrices = [slot for slot in layout if self.is_hidden_matrix(slot)]
         return matrices, [slot for slot in layout if not self.is_hidden_matrix(slot)]
+
+
+def outer_matrices(model: nn.Module) -> list[str]:
+    """Names, or first parts, of embeddings and of the output layer: where there is no ``head``, the last matrix.
+
+    Not where that leads to the width of an embedding, which is the output layer too.
+    """
+    tables = {f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2 and name not in tables]
+    named = any(name.partition(".")[0] in ("head", "mlp_out") for name, _ in matrices)
+    widths = {part.embedding_dim for part in tables.values()}
+    last = [name for name, p in matrices[-1:] if not named and len(p) not in widths]
+    return [*EMBEDDINGS_AND_HEADS, *tables, *last]
 
 
 def orthogonalize(matrices: Tensor, num_iterations: int = 5) -> Tensor:

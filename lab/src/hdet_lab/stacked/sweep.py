@@ -31,7 +31,7 @@ def sweep(
     task: Task,
     runs: Sequence[Run],
     *,
-    optimizer: str | Rule = "adam",
+    optimizer: str | StackedOptimizer | Rule = "adam",
     schedule: str = "one-cycle",
     num_steps: int | None = None,
     device: str = "cpu",
