@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hdet.auto_lr import LION
+from hdet_lab.bench.summary import over_tasks, summarize
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,3 +19,16 @@ def test_the_table_is_that_of_the_records(monkeypatch: pytest.MonkeyPatch) -> No
     records, readme = first_screen.load(first_screen.BENCH), first_screen.README.read_text()
     rivals = first_screen.rivals(records, first_screen.equivalent(first_screen.BENCH))
     assert first_screen.filled(readme, "rivals", rivals) == readme, "run python lab/benchmarks/first_screen.py"
+
+
+def test_what_is_said_of_lion_is_what_the_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
+    first_screen = importlib.import_module("first_screen")
+    records = [record for record in first_screen.load(first_screen.BENCH) if record.optimizer == "lion"]
+    tasks = [task for record in records if (task := summarize(record)) is not None]
+    line = over_tasks(tasks, "autolr")
+    assert line is not None
+    assert len(tasks) == 7
+    least = min(task.share("autolr") for task in tasks)
+    assert f"between {least:.0%} and {line.worst:.0%} above" in LION
+    assert f"{line.mean:.0%} in the mean" in LION

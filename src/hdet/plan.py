@@ -125,6 +125,11 @@ class Plan:
                 "optimizer must use its learning rate in every step, but Rprop does in its first one alone: no "
                 "schedule acts on it"
             )
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "optimizer must take one step in each call, but LBFGS takes several, of lengths that it finds by "
+                "itself; train with it alone, with line_search_fn='strong_wolfe'"
+            )
         if self.model is not None:
             _require_type("model", self.model, nn.Module, "an nn.Module")
         if self.process_group is not None and dist.is_available():

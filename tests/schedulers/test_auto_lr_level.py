@@ -604,9 +604,16 @@ def test_gradients_far_below_eps_do_not_make_a_first_step_that_ruins() -> None:
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_an_optimizer_that_reads_its_learning_rate_once_is_refused() -> None:
-    optimizer = torch.optim.Rprop(net().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="Rprop does in its first one alone: no schedule acts on it"):
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (torch.optim.Rprop, "Rprop does in its first one alone: no schedule acts on it"),
+        (torch.optim.LBFGS, "LBFGS takes several, of lengths that it finds by itself"),
+    ],
+)
+def test_an_optimizer_whose_steps_no_schedule_can_set_is_refused(make: Callable[..., Optimizer], rule: str) -> None:
+    optimizer = make(net().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=rule):
         AutoLR(optimizer, total_steps=10)
     assert optimizer.param_groups[0]["lr"] == 0.1
 
