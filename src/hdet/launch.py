@@ -8,6 +8,7 @@ import multiprocessing.context
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def launch(
     """Call ``function(*args)`` on ``num_replicas`` fresh processes and return what each returned.
 
     Every process gets an initialised process group over loopback, and computes with one thread. The rendezvous is a
-    file, so no port is needed. No process outlives the call.
+    file, so no port is needed. No process outlives the call, nor the process that calls, whatever ends it.
 
     Args:
         function: importable by name; its arguments and result must pickle.
@@ -97,6 +98,19 @@ def preload(*modules: str) -> None:
     _preloaded.extend(name for name in modules if name not in _preloaded)
 
 
+def end_with_parent() -> None:
+    """Have this process end as soon as the one that started it is gone, by a signal too."""
+    parent = mp.parent_process()
+    if parent is None:
+        return
+
+    def wait_for_it() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_it, daemon=True).start()
+
+
 def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
@@ -135,6 +149,7 @@ def _replica(
 ) -> None:
     from datetime import timedelta
 
+    end_with_parent()
     torch.set_num_threads(1)
     try:
         store = FileStore(store_path, num_replicas)

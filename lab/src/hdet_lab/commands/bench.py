@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from hdet.checks import printable
-from hdet.launch import server
+from hdet.launch import end_with_parent, server
 from hdet_lab.bench.runner import FAILED, Runner
 from hdet_lab.bench.suite import (
     AROUND_TORCH,
@@ -174,6 +174,7 @@ def _share(options: BenchOptions, arguments: Sequence[str], console: Console) ->
 
 
 def _work(arguments: Sequence[str], num_threads: int) -> None:
+    end_with_parent()
     os.environ["HDET_BENCH_WORKER"] = "1"
     torch.set_num_threads(num_threads)
     sys.exit(main(arguments))
