@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -153,3 +154,29 @@ def test_a_second_scheduler_of_ours_is_refused_while_the_first_is_at_work() -> N
     other = _auto(optimizer)
     del other
     assert _auto(optimizer).last_epoch == 0
+
+
+def test_a_round_that_breaks_is_undone_in_all_of_a_models_optimizers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    hidden, *others = model.parameters()
+    optimizers = torch.optim.SGD([hidden], lr=0.1, momentum=0.9), torch.optim.AdamW(others)
+    schedulers = [AutoLR(optimizer, total_steps=100) for optimizer in optimizers]
+    seen: list[list[Tensor]] = []
+
+    def train() -> None:
+        for step in range(1, 61):
+            seen.append([p.detach().clone() for p in model.parameters()])
+            x = torch.randn(32, 8)
+            loss = (model(x) - x[:, :1].sin()).square().mean() * (math.nan if step == 58 else 1.0)
+            loss.backward()
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step(loss)
+                optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match="the round that ended at step 60 was undone"):
+        train()
+    assert [scheduler.history[-1].num_rollbacks for scheduler in schedulers] == [1, 1]
+    for p, before in zip(model.parameters(), seen[52], strict=True):  # where the last healthy round began
+        assert torch.equal(p, before)
