@@ -98,6 +98,16 @@ class HasMembers(Protocol):
         """What a plan needs to know of it, for one run."""
 
 
+REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.Rprop: "Rprop uses it in its first step alone: no schedule acts on it",
+    torch.optim.LBFGS: "LBFGS takes several, of lengths that it finds by itself; train with it alone, with "
+    "line_search_fn='strong_wolfe'",
+    torch.optim.ASGD: "ASGD uses the one of the step before, and a decay of its own; use SGD, and "
+    "torch.optim.swa_utils.AveragedModel for the average",
+}
+"""Optimizers whose steps no schedule can set, and why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What AutoLR, OneCycleAutoLR and Explorer are given alike; see there.
@@ -120,16 +130,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         _require_type("optimizer", self.optimizer, Optimizer, "a torch.optim.Optimizer")
-        if isinstance(self.optimizer, torch.optim.Rprop):
-            raise ValueError(
-                "optimizer must use its learning rate in every step, but Rprop does in its first one alone: no "
-                "schedule acts on it"
-            )
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "optimizer must take one step in each call, but LBFGS takes several, of lengths that it finds by "
-                "itself; train with it alone, with line_search_fn='strong_wolfe'"
-            )
+        for refused, why in REFUSED.items():
+            if isinstance(self.optimizer, refused):
+                raise ValueError(f"optimizer must take one step of its learning rate in each call, but {why}")
         if self.model is not None:
             _require_type("model", self.model, nn.Module, "an nn.Module")
         if self.process_group is not None and dist.is_available():

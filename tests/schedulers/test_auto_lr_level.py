@@ -607,8 +607,9 @@ def test_gradients_far_below_eps_do_not_make_a_first_step_that_ruins() -> None:
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
-        (torch.optim.Rprop, "Rprop does in its first one alone: no schedule acts on it"),
+        (torch.optim.Rprop, "Rprop uses it in its first step alone: no schedule acts on it"),
         (torch.optim.LBFGS, "LBFGS takes several, of lengths that it finds by itself"),
+        (torch.optim.ASGD, "ASGD uses the one of the step before, and a decay of its own; use SGD"),
     ],
 )
 def test_an_optimizer_whose_steps_no_schedule_can_set_is_refused(make: Callable[..., Optimizer], rule: str) -> None:
