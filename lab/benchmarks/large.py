@@ -10,7 +10,7 @@ on first use, checked by hash, its last twentieth for validation. Fine-tuning is
 WikiText-2, the files of pytorch/examples, in ``data/wikitext-2``; their last tenth validates. AutoLR is
 ``AutoLR(optimizer, total_steps=N)``, nothing set. ``prodigy`` and ``schedule-free`` are their authors' packages, the
 former at 1 under a cosine, the latter at its own default; ``muon`` is torch's, for matrices of hidden layers, with
-AdamW at 3e-4 for the rest.
+AdamW at 3e-4 for the rest; ``autolr-muon`` is the same two, an AutoLR around each.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ class Trainer:
         raise NotImplementedError
 
     def run(self, kind: str, lr: float) -> dict[str, Any]:
-        """``kind``: a schedule's name, ``autolr``, or a rival."""
+        """``kind``: a schedule's name, ``autolr``, ``autolr-muon``, or a rival."""
         args = self.args
         self.model.load_state_dict(self.first)
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        optimizers = self._optimizers(kind, lr)
-        auto = AutoLR(optimizers[0], total_steps=args.steps) if kind == "autolr" else None
-        shape = {"autolr": None, "schedule-free": None, "prodigy": "cosine", "muon": "wsd"}.get(kind, kind)
+        optimizers = self._optimizers(kind.removeprefix("autolr-"), lr)
+        autos = [AutoLR(o, total_steps=args.steps) for o in optimizers] if kind.startswith("autolr") else []
+        shape = {"schedule-free": None, "prodigy": "cosine", "muon": "wsd"}.get(kind, None if autos else kind)
         plain = [] if shape is None else [make_schedule(shape, o, o.defaults["lr"], args.steps) for o in optimizers]
         batches = torch.Generator().manual_seed(self.seed)
         losses = []
@@ -95,7 +95,7 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
-            if auto is not None:
+            for auto in autos:
                 auto.step(loss)
             for schedule in plain:
                 schedule.step()
@@ -110,10 +110,13 @@ class Trainer:
         result["seconds"] = round(time.perf_counter() - begun, 1)
         if self.device == "cuda":
             result["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        if auto is not None:
-            found = auto.found()
-            result |= {"found": str(found), "steps": found.steps, "lrs": [row[0] for row in found.lrs]}
-            result["rollbacks"] = auto.history[-1].num_rollbacks
+        if autos:
+            found = [auto.found() for auto in autos]
+            result |= {"found": " ".join(map(str, found)), "steps": found[0].steps}
+            result["lrs"] = (
+                [[row[0] for row in one.lrs] for one in found] if autos[1:] else [row[0] for row in found[0].lrs]
+            )
+            result["rollbacks"] = sum(auto.history[-1].num_rollbacks for auto in autos)
         return result
 
     def _optimizers(self, kind: str, lr: float) -> list[torch.optim.Optimizer]:

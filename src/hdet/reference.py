@@ -101,11 +101,14 @@ class AutoLR:
             steady = clip((min(self.sizes) / largest - low) / (high - low))  # as Lion's, which never become smaller
             if len(self.sizes) == 1 and 0.3 <= last / float(self.gradient.norm()) <= 8:  # SGD's, which batches change
                 self.most = 6.0 if is_sign else 2.0
-            delta = 0.02 * self.share * allowance(size, len(update), self.most) / 2.5**steady
+            least = steady * (self.most > 2 and not is_sign)  # Muon's best rate is no lower in large models
+            delta = 0.02 * self.share * max(allowance(size, len(update), self.most), least) / 2.5**steady
             self.level = delta * size / (largest + 2 * last)
             if self.most > 2:  # the best rates of models, by their size
                 best = math.pow(size / root / 0.06, -0.87) * max(math.pow(len(update) / 3e6, -0.55), 1.0)
-                self.usual = 1.6 * 0.02 * self.share * best * size / min(largest, root) / 8**steady
+                self.usual = (
+                    1.6 * 0.02 * self.share * best * size / min(largest, root) / (13 if is_sign else 8) ** steady
+                )
         elif not self.sizes:  # aim at 1e-4, with an update like a sign or like SGD's, first the larger of them
             aims = sorted([1e-4 * size / root, 1e-4 * size / float(self.gradient.norm())])
             safe = max(1e4 * self.level, aims[0])  # what could not be measured was below a millionth of the weights

@@ -240,7 +240,8 @@ def test_signs_that_nearly_agree_are_not_taken_for_updates_of_one_size(smallest:
 @pytest.mark.parametrize(("unit", "less"), [
     (lambda step: 1.0 if step < 9 else 0.5, 1.0),  # signs, then noise that averages out
     (lambda step: 1.0 if step < 9 else 3.0, 1.0),  # gradients have grown
-    (lambda step: 1.0, 8.0),  # all of one size
+    (lambda step: 1.0, 13.0),  # all of one size, as Lion's
+    (lambda step: 0.03, 0.03 * 8.0),  # as Muon's
     (lambda step: 0.2 if step < 9 else 0.1, 0.2),
 ])  # fmt: skip
 def test_progress_leads_to_what_is_usual_for_models_of_this_size(
@@ -252,6 +253,15 @@ def test_progress_leads_to_what_is_usual_for_models_of_this_size(
     for _ in trained(level, lambda step: root * unit(step), 100, weights=size * root, gradient=1e-9, num=num):
         pass
     assert level.usual == pytest.approx(1.6 * 0.0012 * beside / less)
+
+
+@pytest.mark.parametrize(("unit", "allowance"), [(0.03, 1.0), (1.0, 1 / 3)])
+def test_updates_as_muons_are_no_smaller_in_large_models(unit: float, allowance: float) -> None:
+    level, root = Level(1000), math.sqrt(3e8)
+    for _ in trained(level, lambda step: root * unit, 100, weights=0.02 * root, gradient=1e-9, num=3e8):
+        pass
+    assert level.allowance == pytest.approx(allowance)
+    assert level.lr == pytest.approx(SHARE * allowance * 0.02 / unit / 3 / 2.5)
 
 
 def test_nothing_is_usual_where_updates_follow_the_gradient() -> None:

@@ -172,6 +172,8 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     kind = kind_of(updates, num_entries)
     low, high = (0.95, 0.99) if kind == "sign" else (0.75, 0.9)
     of_one_size = between(min(ratios) / max(ratios), low, high)
+    if kind == "neither":  # like Muon's
+        allowed = max(allowed, of_one_size)
     lr = 0.02 * 0.4**of_one_size * allowed * share_of(s) * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
     if not s.constant and min(lr, lr / allowed) / 8 <= peak <= 8 * max(lr, lr / allowed):
@@ -180,7 +182,8 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     if s.constant and kind != "gradient":
         mean = weights / math.sqrt(num_entries)
         best = (0.06 / mean) ** 0.87 * max((3e6 / num_entries) ** 0.55, 1.0)  # first updates, over 2% of the weights
-        usual = 0.032 * share_of(s) * best * weights / min(max(ratios), math.sqrt(num_entries)) / 8**of_one_size
+        usual = 0.032 * share_of(s) * best * weights / min(max(ratios), math.sqrt(num_entries))
+        usual /= (13 if kind == "sign" else 8) ** of_one_size
     return Found(lr / peak, True, done, not warms_up_itself, followed=False, usual=usual)
 
 

@@ -36,10 +36,13 @@ updates are of very different sizes."""
 STEADY, IS_STEADY, IS_STEADY_SIGN = 2.5, (0.75, 0.9), (0.95, 0.99)
 """What the level of updates that never shrink, as Lion's and Muon's, is divided by; and of their smallest size over the
 largest one: between the two this comes to count. Adam's begin as signs as Lion's do, and where gradients agree they
-stay near."""
-USUAL, USUAL_SIZE_POWER, USUAL_WEIGHTS_POWER, USUAL_STEADY = 1.6, -0.55, -0.87, 8.0
+stay near. The allowance of those that are no signs, as Muon's, is at least 1: their best rate is as high in large
+models."""
+USUAL, USUAL_SIZE_POWER, USUAL_WEIGHTS_POWER = 1.6, -0.55, -0.87
+USUAL_STEADY, USUAL_STEADY_SIGN = 8.0, 13.0
 """Where progress alone leads to: times the share of the weights that the best learning rate's first updates are of, in
-models of the same size, with these powers of theirs; and what that is divided by where updates never shrink."""
+models of the same size, with these powers of theirs; and what that is divided by where updates never shrink, and are
+like Muon's or Lion's."""
 SETTLED = 2.0
 """What the last update counts beside the largest one: updates of a fixed size, as Lion's, add up to more than those
 that shrink as noise averages out, as Adam's."""
@@ -241,10 +244,13 @@ class Level:
         if self.found and not self.done and self.largest > 0:
             low, high = IS_STEADY_SIGN if self._is_sign else IS_STEADY
             steady = min(max((self.smallest / self.largest - low) / (high - low), 0.0), 1.0)
+            if not (self._is_sign or self.follows_gradient):
+                self.allowance = max(self.allowance, steady)
             share = self.size * self.allowance / STEADY**steady
             self.lr = _bounded(share * self._weights / (self.largest + SETTLED * self.last))
             if not self.follows_gradient:
-                self.usual = _bounded(USUAL * self.size * self._usual_size / USUAL_STEADY**steady)
+                divided = (USUAL_STEADY_SIGN if self._is_sign else USUAL_STEADY) ** steady
+                self.usual = _bounded(USUAL * self.size * self._usual_size / divided)
             self.scale = 1.0 if self.follows_hint else _bounded(self.lr / self.peak)
         if step >= max(self.warm_steps, NUM_FIRST) and (self.found or self.gave_up) and not self.done:
             self.done = True

@@ -7,7 +7,7 @@
   tenth of the training rows, which are not trained on: rows at random, of a text its last tenth.
 - ``adam``: of the grid, the schedule and learning rate with the lowest mean over half A, five seeds.
 - ``adamw``, ``nadamw``: weight decay 0.1, the latter with betas 0.9 and 0.999; one schedule and learning rate for all
-  tasks, the best of the grid on the mean over half A (first seed).
+  tasks, the best of the grid on the mean over half A, five seeds.
 - ``prodigy`` (with its safeguard for warm-ups), ``d-adaptation``: betas 0.9 and 0.999; ``mechanic`` around Adam. All
   three follow a cosine with a warm-up of 5% and a peak of 1.
 - ``dog``: constant, evaluated at its polynomial average; first distance 1e-6, with BatchNorm 1e-4.
@@ -45,7 +45,7 @@ from hdet.policy.timing import default_interval
 from hdet_lab.bench.held_out import run_held_out
 from hdet_lab.bench.loops import run_loop
 from hdet_lab.bench.statistics import mean
-from hdet_lab.bench.suite import AROUND_TORCH, GRIDS, NUM_CALIBRATION_SEEDS, PLAIN_LOOPS, SHAPES, START, half_decade
+from hdet_lab.bench.suite import AROUND_TORCH, GRIDS, PLAIN_LOOPS, SHAPES, START, half_decade
 from hdet_lab.bench.train import Bench, Whole
 from hdet_lab.recipes import ADAM_BETAS, ADAMW_DECAY, MUON_LR, author_muon
 from hdet_lab.stacked.optim import EMBEDDINGS_AND_HEADS, Muon
@@ -119,9 +119,8 @@ def _at_default(bench: Bench, method: str) -> list[Run]:
 
 
 def _calibrate(bench: Bench, name: str, optimizer: str | Rule) -> Records:
-    seeds = bench.seeds[:NUM_CALIBRATION_SEEDS]
     lrs = [half_decade(index) for index in GRIDS[name]]
-    return bench.train(_fixed(seeds, lrs, SHAPES), optimizer, watched=False)
+    return bench.train(_fixed(bench.seeds, lrs, SHAPES), optimizer, watched=False)
 
 
 # -- grids ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 
 from hdet_lab.bench.methods import run_method
 from hdet_lab.bench.statistics import choose_default
-from hdet_lab.bench.suite import CALIBRATIONS, ENTRIES, NUM_CALIBRATION_SEEDS, Entry, Job, jobs
+from hdet_lab.bench.suite import CALIBRATIONS, ENTRIES, Entry, Job, jobs
 from hdet_lab.bench.train import Bench
 from hdet_lab.command_line import UsageError
 from hdet_lab.runs import provenance
@@ -109,8 +109,7 @@ class Runner:
         return record if record["config"] | {"seeds": list(self.seeds)} == self.config(job) else None
 
     def _seeds_left(self, job: Job, earlier: dict[str, Any] | None) -> list[int]:
-        seeds = self.seeds[:NUM_CALIBRATION_SEEDS] if job.method in CALIBRATIONS.values() else self.seeds
-        return [seed for seed in seeds if earlier is None or seed not in earlier["config"]["seeds"]]
+        return [seed for seed in self.seeds if earlier is None or seed not in earlier["config"]["seeds"]]
 
     def has_failed(self, job: Job) -> bool:
         """Whether a process has tried in vain."""

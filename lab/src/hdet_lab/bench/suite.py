@@ -12,11 +12,8 @@ AROUND_TORCH = ("C", "D", "E", "F", "G", "H", "I")
 SHAPES = ("one-cycle", "cosine", "wsd")
 START = 1e-3
 """Learning rate that AutoLR is given, which does not matter to it."""
-NUM_CALIBRATION_SEEDS = 1
 SWEEP_SIZES = (2, 4, 8, 16)
 """Runs of a random search."""
-
-
 MAX_PASSES = 10
 """Passes over the training rows, beyond which a model with more parameters than rows counts as memorising them."""
 
