@@ -207,8 +207,9 @@ def test_steps_begin_larger_in_small_models_and_with_small_weights(num: float, s
     for level in levels:
         for step in range(1, 100):
             rate = level.scale * level.share(step - 1)
-            level.update(step, Sizes(weights, weights * rate * (0.5 if step == 9 else 1.0), 1e-9, num), rate, 1.0)
-        assert level.lr == pytest.approx(share * SHARE / 3)
+            update = math.sqrt(num) * rate * (0.5 if step == 9 else 1.0)
+            level.update(step, Sizes(weights, update, 1e-9, num), rate, 1.0)
+        assert level.lr == pytest.approx(share * SHARE * size / 3)
         assert [level.allowance, allowed(weights, num)] == pytest.approx([share, share])
     low, high = sorted([levels[1].lr, levels[1].lr / share])
     for peak, follows in ((7.9 * high, True), (8.1 * high, False), (low / 7.9, True), (low / 8.1, False)):
@@ -255,13 +256,20 @@ def test_progress_leads_to_what_is_usual_for_models_of_this_size(
     assert level.usual == pytest.approx(1.6 * 0.0012 * beside / less)
 
 
-@pytest.mark.parametrize(("unit", "allowance"), [(0.03, 1.0), (1.0, 1 / 3)])
-def test_updates_as_muons_are_no_smaller_in_large_models(unit: float, allowance: float) -> None:
+@pytest.mark.parametrize(
+    ("unit", "gradient", "allowance"),
+    [(0.03, 1e-9, 1.0), (0.4, 1e-9, 1 / 3), (10.0, 1e-9, 1 / 3), (0.03, 520.0, 1 / 3)],
+)
+def test_updates_smaller_than_signs_are_no_smaller_in_large_models(
+    unit: float, gradient: float, allowance: float
+) -> None:
+    """As Muon's are, whose number of directions grows as the root of that of the entries."""
     level, root = Level(1000), math.sqrt(3e8)
-    for _ in trained(level, lambda step: root * unit, 100, weights=0.02 * root, gradient=1e-9, num=3e8):
+    for _ in trained(
+        level, lambda step: root * unit / (1 + step % 2), 100, weights=0.02 * root, gradient=gradient, num=3e8
+    ):
         pass
     assert level.allowance == pytest.approx(allowance)
-    assert level.lr == pytest.approx(SHARE * allowance * 0.02 / unit / 3 / 2.5)
 
 
 def test_nothing_is_usual_where_updates_follow_the_gradient() -> None:

@@ -32,12 +32,12 @@ of entries takes off the bound on updates at most."""
 OF_GRADIENT, OF_SIGN = (0.3, 8.0), (0.3, 1.05)
 """The first update per unit of learning rate follows the gradient, as SGD's do, where its size over the gradient's is
 between the first two, and its root mean square is not between the others, as that of Adam's. In small batches such
-updates are of very different sizes."""
+updates are of very different sizes. Where all are smaller than signs, as Muon's, the allowance is at least 1: their
+best rate is no lower in large models."""
 STEADY, IS_STEADY, IS_STEADY_SIGN = 2.5, (0.75, 0.9), (0.95, 0.99)
 """What the level of updates that never shrink, as Lion's and Muon's, is divided by; and of their smallest size over the
 largest one: between the two this comes to count. Adam's begin as signs as Lion's do, and where gradients agree they
-stay near. The allowance of those that are no signs, as Muon's, is at least 1: their best rate is as high in large
-models."""
+stay near."""
 USUAL, USUAL_SIZE_POWER, USUAL_WEIGHTS_POWER = 1.6, -0.55, -0.87
 USUAL_STEADY, USUAL_STEADY_SIGN = 8.0, 13.0
 """Where progress alone leads to: times the share of the weights that the best learning rate's first updates are of, in
@@ -244,8 +244,6 @@ class Level:
         if self.found and not self.done and self.largest > 0:
             low, high = IS_STEADY_SIGN if self._is_sign else IS_STEADY
             steady = min(max((self.smallest / self.largest - low) / (high - low), 0.0), 1.0)
-            if not (self._is_sign or self.follows_gradient):
-                self.allowance = max(self.allowance, steady)
             share = self.size * self.allowance / STEADY**steady
             self.lr = _bounded(share * self._weights / (self.largest + SETTLED * self.last))
             if not self.follows_gradient:
@@ -293,6 +291,8 @@ class Level:
             self.largest = max(self.largest, self.last)
             self._weights = sizes.floored
             self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
+            if self.largest < OF_SIGN[0] * root and not self.follows_gradient:
+                self.allowance = max(self.allowance, 1.0)
             # Gradients that grow make Adam's updates up to three times as large as signs, for a while.
             self._usual_size = _bounded(sizes.usual * sizes.floored / min(self.largest, root))
 
