@@ -19,7 +19,7 @@ import torch
 from hdet_lab.bench.suite import ENTRIES, METHODS, Entry, jobs
 from hdet_lab.stacked.run import Run
 from hdet_lab.stacked.sweep import sweep
-from hdet_lab.tasks import TASKS, half_d, half_e, half_f, half_g, half_h, half_i, packages
+from hdet_lab.tasks import TASKS, half_d, half_e, half_f, half_g, half_h, half_i, half_j, packages
 from small_tasks import write_sets
 
 RNG = np.random.default_rng(0)
@@ -137,6 +137,39 @@ SMALL: dict[str, dict[str, Any]] = {
         "clips": RNG.integers(0, 34, (60, 16, 24)).astype("u1"),
         "voices": RNG.integers(0, 5, 60).astype("u1"),
     },
+    "webster": {"words": RNG.integers(0, 8000, 4000).astype("i2")},
+    "readings": {
+        "words": RNG.integers(1, 2048, (60, 6)).astype("i2"),
+        "kana": np.pad(RNG.integers(1, 87, (60, 8)), ((0, 0), (0, 4))).astype("u1"),
+    },
+    "banners": {
+        "drawn": RNG.integers(0, 95, (60, 10, 16)).astype("u1"),
+        "kinds": RNG.integers(0, 36, 60).astype("u1"),
+    },
+    "births": {
+        "states": RNG.integers(0, 51, 60).astype("u1"),
+        "days": RNG.integers(0, 7305, 60).astype("u2"),
+        "births": RNG.integers(1, 900, 60).astype("u2"),
+    },
+    "lectures": {
+        "kinds": RNG.integers(0, 5, (60, 6)).astype("i2"),
+        "marks": RNG.integers(0, 5, 60).astype("u1"),
+    },
+    "glucose": {
+        "glucose": RNG.integers(40, 400, 400).astype("i2"),
+        "minutes": (5 * np.arange(400) + 3 * (np.arange(400) >= 100)).astype("i4"),
+    },
+    "stars": {"stars": RNG.uniform(-0.4, 2.4, (60, 4)).astype("f4")},
+    "heights": {
+        "places": RNG.uniform(-80, 80, (60, 2)).astype("f4"),
+        "feet": RNG.uniform(0, 9000, 60).astype("f4"),
+        "near": RNG.integers(0, 48, (60, 8)).astype("u2"),
+    },
+    "wages": {
+        "kinds": RNG.integers(0, 5, (60, 5)).astype("u1"),
+        "numbers": RNG.uniform(0, 90, (60, 4)).astype("f4"),
+        "dollars": RNG.uniform(300, 90_000, 60).astype("f4"),
+    },
 }
 MADE: dict[str, Callable[..., Any]] = {
     "adding": half_d.AddingTask,
@@ -174,6 +207,8 @@ SIZES: dict[str, dict[str, int]] = {
     "quotes": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
     "charges": {"num": 60, "batch_rows": 8},
     "clusters": {"num": 60, "batch_rows": 8},
+    "webster": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
+    "codes": {"num": 60, "batch_rows": 8},
 }
 
 
@@ -183,7 +218,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_sets(tmp_path, SMALL, monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEFGHI"}))
+@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEFGHIJ"}))
 def test_task_keeps_the_contract(name: str, data: Path) -> None:
     task: Any = TASKS[name](data, **SIZES.get(name, {"batch_rows": 8}))
     model = task.build(0)
@@ -269,6 +304,7 @@ def test_long_convolution_is_a_sum_over_what_came_before() -> None:
         half_g.Manual(16, 2, 2),
         half_h.Window(16, 1),
         half_i.Looped(10, 16, 3),
+        half_j.Lexicon(128, 16, 2, 2),
     ],
 )
 def test_no_symbol_sees_a_later_one(model: torch.nn.Module) -> None:
@@ -459,7 +495,7 @@ def test_a_bar_that_is_heated_evenly() -> None:
     assert torch.all(warm[(places == 0) | (places == 1)] == 0)
 
 
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.half == "I"], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.half in "IJ"], ids=lambda entry: entry.name)
 def test_a_fixed_rate_is_what_torch_makes_of_it(entry: Entry, data: Path) -> None:
     task: Any = TASKS[entry.task_name](data, **SIZES.get(entry.task_name, {"batch_rows": 8}))
     model, run = task.build(0), Run(lr=1e-3, schedule="constant")
