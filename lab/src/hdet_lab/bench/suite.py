@@ -209,7 +209,7 @@ ENTRIES = (
     Entry("wages", "J", steps=600, optimizer="torch-adamw"),
     Entry("codes", "J", steps=5000, optimizer="torch-adamw", stacked=90),
     Entry("banners-sgd", "J", steps=600, task="banners", optimizer="sgd"),
-    Entry("wages-lion", "J", steps=600, task="wages", optimizer="lion"),
+    Entry("stars-lion", "J", steps=1000, task="stars", optimizer="lion"),
     Entry("readings-muon", "J", steps=700, task="readings", optimizer="muon"),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}

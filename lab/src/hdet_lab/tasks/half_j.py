@@ -1,4 +1,4 @@
-"""Tasks of other kinds again: a dictionary, Japanese, banners, births, lectures, glucose, stars, airports, wages, codes.
+"""Tasks of other kinds again: Webster, Japanese, banners, births, lectures, glucose, stars, airports, wages, codes.
 
 Models have torch's own first weights, where nothing else is said. Sizes and lengths were chosen by what a fixed
 learning rate needs in order to learn.
@@ -172,7 +172,7 @@ class Signs(nn.Module):
 
 
 class BannersTask(PlainTask):
-    """Which letter or digit a font of FIGlet draws: convolutions and cosines with a margin (CosFace), 1.1M parameters."""
+    """Which letter a font of FIGlet draws: convolutions and cosines with a margin (CosFace), 1.2M parameters."""
 
     SHARP, MARGIN = 16.0, 0.1
 
@@ -194,7 +194,7 @@ class BannersTask(PlainTask):
 
 
 def calendar(days: NDArray[Any]) -> Tensor:
-    """What is known of days after the first of 1969, a Wednesday: a one, the day of the week, the year's waves, trend."""
+    """What is known of days after the first of 1969: a one, the day of the week, waves of a year, how many they are."""
     week = (days[:, None] % 7 == np.arange(7)) * 1.0
     angles = 2 * np.pi * days[:, None] / 365.25 * np.arange(1, 5)
     time = days[:, None] / 7305 * 2 - 1
@@ -385,7 +385,7 @@ class Sky(nn.Module):
 
 
 class StarsTask(PlainTask):
-    """Where stars are, how bright, which colour: a spline flow of 0.06M parameters; nats by steradian and magnitudes."""
+    """Where stars are, how bright, which colour: a spline flow of 0.05M parameters, in nats."""
 
     BRIGHTEST, FAINTEST, BLUEST, REDDEST = -1.5, 8.05, -0.5, 2.5
 
@@ -418,15 +418,15 @@ class Relief(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.near, self.weigh = mlp(4, width, width), nn.Linear(width, 4)
+        self.near, self.weigh = mlp(4, width, width, act=nn.SiLU), nn.Linear(width, 4)
         self.layers, self.head = nn.Linear(4 * width, width), nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (places, those around, numbers)."""
-        found = F.relu(self.near(x))
+        found = F.silu(self.near(x))
         shares = self.weigh(found).softmax(1)
         pooled = (shares.transpose(1, 2) @ found).flatten(1)
-        out: Tensor = self.head(F.relu(self.layers(pooled)))
+        out: Tensor = self.head(F.silu(self.layers(pooled)))
         return out.squeeze(-1)
 
 

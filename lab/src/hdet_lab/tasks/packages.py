@@ -1204,7 +1204,7 @@ def _readings(read: Read) -> Arrays:
 
 
 def banner(lines: Sequence[str]) -> NDArray[np.uint8] | None:
-    """A character as a font of FIGlet draws it, from 32 on, without what is empty around it; None if it is too large."""
+    """A character as a font of FIGlet draws it, by numbers from 32 on, nothing around it; None if too large."""
     full = [place for place, line in enumerate(lines) if line.strip()]
     if not full:
         return None
