@@ -712,16 +712,16 @@ def test_births_are_negative_binomial(data: Path) -> None:
     found = torch.zeros(2, 19)
     found[:, 0], found[:, -1] = logs, torch.expm1(spread - 1e-3).log()
     size = 1 / spread
-    chances = torch.distributions.NegativeBinomial(size, logits=logs + spread.log()).log_prob(births)
+    counts: Any = torch.distributions.NegativeBinomial(size, logits=logs + spread.log())
     ones = torch.nn.functional.pad(torch.ones(2, 1), (0, 17))
     loss = task.loss(lambda _: found, (torch.zeros(2), ones, births))
-    assert loss == pytest.approx(float(-chances.mean()), rel=1e-4)
+    assert loss == pytest.approx(float(-counts.log_prob(births).mean()), rel=1e-4)
 
 
 def test_marks_have_shares_that_add_up_to_one(data: Path) -> None:
     task = half_j.LecturesTask(data)
-    torch.manual_seed(0)
-    model, (kinds, _) = task.build(0), task.gather(torch.arange(4))
+    model: Any = task.build(0)
+    kinds, _ = task.gather(torch.arange(4))
     losses = [task.loss(model, (kinds[:1], torch.tensor([mark]))) for mark in range(5)]
     assert torch.stack(losses).neg().exp().sum().item() == pytest.approx(1, abs=1e-5)
     vectors = model.inputs(kinds)
@@ -741,11 +741,12 @@ def test_no_window_has_a_gap(data: Path) -> None:
 
 
 def test_a_spline_is_a_density() -> None:
-    parts = [4 * half_d.normal(seed, 1, num) for seed, num in ((0, 6), (2, 6), (4, 7))]
     x = (torch.arange(200_000) + 0.5) / 200_000
-    logs = half_j.spline_density(x, *(part.expand(len(x), -1) for part in parts))
+    wide, high, slopes = (4 * half_d.normal(seed, 1, num).expand(len(x), -1) for seed, num in ((0, 6), (2, 6), (4, 7)))
+    logs = half_j.spline_density(x, wide, high, slopes)
     assert logs.exp().mean() == pytest.approx(1, abs=1e-3)
-    flat = half_j.spline_density(x, *(torch.zeros(len(x), num) for num in (6, 6)), torch.full((len(x), 7), 0.5413))
+    alike = torch.zeros(len(x), 6)
+    flat = half_j.spline_density(x, alike, alike, torch.full((len(x), 7), 0.5413))
     assert flat.abs().max() < 2e-3, "where slopes are one and bins are alike nothing is changed"
 
 
@@ -761,7 +762,7 @@ def test_the_nearest_across_the_line_where_days_change(data: Path, tmp_path: Pat
 
 def test_three_weights_and_a_gradient_past_them() -> None:
     torch.manual_seed(0)
-    layer = half_j.Ternary(6, 5)
+    layer: Any = half_j.Ternary(6, 5)
     seen = torch.eye(6) * 1e3
     layer.norm = torch.nn.Identity()
     found = (layer(seen) - layer.layer.bias).T / 1e3

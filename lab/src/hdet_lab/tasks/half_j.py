@@ -130,7 +130,8 @@ class ReadingsTask(PlainTask):
         words, kana = batch
         found, wanted = model(words, kana[:, :-1]), kana[:, 1:]
         asked = (wanted > 0).to(found.dtype)
-        return (F.cross_entropy(found.transpose(1, 2), wanted, reduction="none") * asked).sum() / asked.sum()
+        loss: Tensor = (F.cross_entropy(found.transpose(1, 2), wanted, reduction="none") * asked).sum() / asked.sum()
+        return loss
 
 
 class Squeezed(nn.Module):
@@ -252,7 +253,8 @@ class Opinion(nn.Module):
         pairs = (vectors.sum(1).square() - vectors.square().sum(1)).sum(-1) / 2
         score = pairs + self.tokens(kinds).squeeze(-1).sum(-1)
         needed = torch.cat([self.first, self.first + F.softplus(self.steps).cumsum(0)])
-        return score.unsqueeze(-1) - needed
+        out: Tensor = score.unsqueeze(-1) - needed
+        return out
 
 
 class LecturesTask(PlainTask):
@@ -472,10 +474,10 @@ class Ternary(nn.Module):
 
 
 class WagesTask(PlainTask):
-    """The logarithm of a year's income in dollars: a network of 0.6M weights that are used as -1, 0 or 1."""
+    """The logarithm of a year's income in dollars: a network of 0.5M weights that are used as -1, 0 or 1."""
 
     def __init__(
-        self, data: str | Path = "data", *, total_steps: int = 600, batch_rows: int = 128, download: bool = True
+        self, data: str | Path = "data", *, total_steps: int = 600, batch_rows: int = 16, download: bool = True
     ) -> None:
         arrays = read_arrays("wages", data, download=download)
         order = shuffled(len(arrays["dollars"]))
@@ -537,4 +539,5 @@ class CodesTask(PlainTask):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         sums, codes = batch
-        return (model(sums) - codes).square().sum(-1).mean()
+        loss: Tensor = (model(sums) - codes).square().sum(-1).mean()
+        return loss
