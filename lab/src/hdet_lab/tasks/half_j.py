@@ -361,33 +361,49 @@ def spline_density(x: Tensor, wide: Tensor, high: Tensor, slopes: Tensor, least:
     return found
 
 
+class Ripples(nn.Module):
+    """Numbers for a place as layers of sines (SIREN), the weights drawn as its authors do, the first slower."""
+
+    SLOW, FAST = 8.0, 30.0
+
+    def __init__(self, num_inputs: int, num_outputs: int, width: int = 128) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(num_inputs, width), nn.Linear(width, width)
+        self.out = nn.Linear(width, num_outputs)
+        bound = math.sqrt(6 / width) / self.FAST
+        for layer, size in ((self.first, 1 / num_inputs), (self.second, bound), (self.out, bound)):
+            nn.init.uniform_(layer.weight, -size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.sin(self.FAST * self.second(torch.sin(self.SLOW * self.first(x))))
+        out: Tensor = self.out(found)
+        return out
+
+
 class Sky(nn.Module):
-    """A density over four numbers, one after the other: splines, each from an MLP on what came before."""
+    """A density over four numbers, one after the other: splines, each from what came before."""
 
-    NUM_BINS, WAVES = 24, 4
+    NUM_BINS = 24
 
-    def __init__(self, num: int = 4, width: int = 96) -> None:
+    def __init__(self, num: int = 4) -> None:
         super().__init__()
         outputs = 3 * self.NUM_BINS + 1
         self.start = nn.Parameter(torch.zeros(outputs))
-        self.layers = nn.ModuleList(
-            [mlp(2 * self.WAVES * known, width, width, outputs, act=nn.SiLU) for known in range(1, num)]
-        )
+        self.layers = nn.ModuleList([Ripples(known, outputs) for known in range(1, num)])
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (rows, numbers), from 0 to 1."""
-        angles = 2 * math.pi * x.unsqueeze(-1) * torch.arange(1, self.WAVES + 1, device=x.device, dtype=x.dtype)
-        waves = torch.cat([angles.cos(), angles.sin()], -1)
         total = x[:, 0] * 0
         for place, number in enumerate(x.unbind(-1)):
-            found = self.start.expand(len(x), -1) if place == 0 else self.layers[place - 1](waves[:, :place].flatten(1))
+            known = 2 * x[:, :place] - 1
+            found = self.layers[place - 1](known) if place else self.start.expand(len(x), -1)
             wide, high, slopes = torch.split(found, [self.NUM_BINS, self.NUM_BINS, self.NUM_BINS + 1], -1)
             total = total + spline_density(number, wide, high, slopes)
         return total
 
 
 class StarsTask(PlainTask):
-    """Where stars are, how bright, which colour: a spline flow of 0.05M parameters, in nats."""
+    """Where stars are, how bright, which colour: a spline flow made of sines, 0.08M parameters; in nats."""
 
     BRIGHTEST, FAINTEST, BLUEST, REDDEST = -1.5, 8.05, -0.5, 2.5
 
