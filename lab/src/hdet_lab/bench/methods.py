@@ -19,7 +19,7 @@
   best has a one-cycle over the rest.
 - ``population``: population-based training of four workers with the whole batch each, four times the compute.
 
-On halves C to I ``grid``, ``autolr`` and ``adam`` have ``torch.optim.AdamW`` at its defaults (betas 0.9, 0.999; decay
+On halves C to J ``grid``, ``autolr`` and ``adam`` have ``torch.optim.AdamW`` at its defaults (betas 0.9, 0.999; decay
 0.01), where a name ends so SGD with momentum or Lion. The grid has twice and half its best too, which random search
 never draws. Besides:
 

@@ -126,7 +126,7 @@ def _figure(task: TaskSummary) -> str:
 
 
 def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, current: Collection[str]) -> str:
-    halves = {half: [task for task in tasks if task.record.half == half] for half in "HGFEDCBA"}
+    halves = {half: [task for task in tasks if task.record.half == half] for half in "IHGFEDCBA"}
     judged_tasks = _judged(tasks)
     judged = judged_tasks[0].record.half if judged_tasks else "B"
     before = [half for half, part in halves.items() if part and "B" < half < judged][:1]
@@ -164,8 +164,8 @@ def _results(tasks: Sequence[TaskSummary], records: Sequence[Record], why: str, 
 
 
 def _judged(tasks: Sequence[TaskSummary]) -> list[TaskSummary]:
-    """The last half there is, of B to I."""
-    last = max((task.record.half for task in tasks if task.record.half in "BCDEFGHI"), default="B")
+    """The last half there is, of B to J."""
+    last = max((task.record.half for task in tasks if task.record.half in "BCDEFGHIJ"), default="B")
     return [task for task in tasks if task.record.half == last]
 
 
@@ -257,7 +257,7 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
     """A table of the half that judges, a line for each of the others."""
     judging = {task.record.name for task in _judged(tasks)}
     rows, others = [], dict[str, list[str]]()
-    for task in sorted(tasks, key=lambda task: -"ABCDEFGHI".find(task.record.half)):
+    for task in sorted(tasks, key=lambda task: -"ABCDEFGHIJ".find(task.record.half)):
         record, (shape, lr) = task.record, task.record.best()
         mine = "autolr" in task.excess
         name = marked(f"[{record.name}]({_figure(task)})" if mine else record.name, "autolr", [task], current)

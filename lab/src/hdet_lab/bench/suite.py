@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Half = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "extra"]
-AROUND_TORCH = ("C", "D", "E", "F", "G", "H", "I")
+Half = Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "extra"]
+AROUND_TORCH = ("C", "D", "E", "F", "G", "H", "I", "J")
 """Halves around ``torch.optim.AdamW`` at its defaults."""
 SHAPES = ("one-cycle", "cosine", "wsd")
 START = 1e-3
@@ -42,7 +42,7 @@ class Entry:
 
     Attributes:
         name: of the entry.
-        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C`` to ``I``: each run once with
+        half: ``A``, on which defaults may be chosen; ``B``, only reported; ``C`` to ``J``: each run once with
             code that had never been tried on it; ``extra``: none of them. On stdlib-gpt AutoLR's settings were looked
             at before there were halves.
         steps: of a run.
@@ -195,6 +195,19 @@ ENTRIES = (
     Entry("clusters", "I", steps=1000, optimizer="torch-adamw"),
     Entry("voices-sgd", "I", task="voices", optimizer="sgd"),
     Entry("spellings-lion", "I", steps=800, task="spellings", optimizer="lion"),
+    Entry("webster", "J", optimizer="torch-adamw", stacked=9),
+    Entry("readings", "J", steps=700, optimizer="torch-adamw"),
+    Entry("banners", "J", steps=600, optimizer="torch-adamw"),
+    Entry("births", "J", steps=400, optimizer="torch-adamw", stacked=54),
+    Entry("lectures", "J", steps=450, optimizer="torch-adamw", stacked=54),
+    Entry("glucose", "J", steps=1000, optimizer="torch-adamw", stacked=54),
+    Entry("stars", "J", steps=1000, optimizer="torch-adamw"),
+    Entry("heights", "J", steps=2000, optimizer="torch-adamw", stacked=54),
+    Entry("wages", "J", steps=600, optimizer="torch-adamw"),
+    Entry("codes", "J", steps=5000, optimizer="torch-adamw", stacked=90),
+    Entry("banners-sgd", "J", steps=600, task="banners", optimizer="sgd"),
+    Entry("stars-lion", "J", steps=1000, task="stars", optimizer="lion"),
+    Entry("readings-muon", "J", steps=700, task="readings", optimizer="muon"),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DEFAULT_ENTRIES = tuple(entry.name for entry in ENTRIES if entry.name != "quadratic")
@@ -230,7 +243,7 @@ PLAIN_LOOPS = ("greedy", "plateau", "adalrs", "schedule-free-plus")
 """Rivals that act on the loss of each step."""
 ONLY_ON_C = (*PLAIN_LOOPS, "muon", "step-law", "autolr-adamw", "autolr-muon")
 NOT_ON_C = ("schedule-free-grid", "schedule-free-autolr", "population", "autolr-held-out")
-LANGUAGE_MODELS = ("wikitext-gpt", "quotes")
+LANGUAGE_MODELS = ("wikitext-gpt", "quotes", "webster")
 """Entries on which Step Law says something."""
 # What a run that is cut short should have done first: half B with what decides the target, then half A, then the rest.
 _RANKS: dict[str, int] = {

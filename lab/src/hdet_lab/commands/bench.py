@@ -54,8 +54,8 @@ class BenchOptions(Options):
     """What to run on each; with --task, a few of them are the default."""
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of weights and data order; each method runs once for each."""
-    half: Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "extra", "all"] = "all"
-    """A: tasks on which defaults may be chosen; B to I: those that are only reported; extra: none of them."""
+    half: Literal["A", "B", "C", "D", "E", "F", "G", "H", "I", "J", "extra", "all"] = "all"
+    """A: tasks on which defaults may be chosen; B to J: those that are only reported; extra: none of them."""
     steps: int | None = None
     """Optimizer steps of a run; default each entry's own."""
     out: Path = Path("runs/bench")

@@ -115,6 +115,18 @@ from hdet_lab.tasks.half_i import (
     VoicesTask,
     quotes,
 )
+from hdet_lab.tasks.half_j import (
+    BannersTask,
+    BirthsTask,
+    CodesTask,
+    GlucoseTask,
+    HeightsTask,
+    LecturesTask,
+    ReadingsTask,
+    StarsTask,
+    WagesTask,
+    webster,
+)
 from hdet_lab.tasks.quadratic import QuadraticTask
 from hdet_lab.tasks.recurrent import LSTMTask, shakespeare_lstm
 from hdet_lab.tasks.tabular import TabularTask, linear_raw, tabular_classes, tabular_regression, tabular_regression_raw
@@ -258,6 +270,16 @@ TASKS: dict[str, Callable[..., Task]] = {
     "voices": VoicesTask,
     "charges": lambda data, **options: ChargesTask(**options),
     "clusters": lambda data, **options: ClustersTask(**options),
+    "webster": webster,
+    "readings": ReadingsTask,
+    "banners": BannersTask,
+    "births": BirthsTask,
+    "lectures": LecturesTask,
+    "glucose": GlucoseTask,
+    "stars": StarsTask,
+    "heights": HeightsTask,
+    "wages": WagesTask,
+    "codes": lambda data, **options: CodesTask(**options),
 }
 """Name to what makes the task from the data folder and options."""
 

@@ -88,6 +88,23 @@ NUM_VOICES = 5
 NUM_CLIPS = 1800
 """Of each voice."""
 CLIP_FRAMES = 16
+NUM_DEFINED_WORDS = 600_000
+"""Of the text of a dictionary."""
+NUM_READINGS = 50_000
+MAX_KANJI, MAX_KANA = 6, 10
+"""Characters of a Japanese word, and of how it is read."""
+NUM_KANJI = 2048
+"""None, the 2,046 most common, and all others."""
+KANA = 87
+"""None and those of hiragana, the lengthening mark, the beginning and the end."""
+BANNER_ROWS, BANNER_COLUMNS = 10, 16
+NUM_BANNERS = 24_000
+NUM_BANNER_KINDS = 36
+"""Letters and digits."""
+NUM_HEIGHTS = 20_000
+NUM_KNOWN_HEIGHTS = 16_000
+"""The first ones, from which neighbours are."""
+NUM_NEAR = 8
 
 
 @dataclass(frozen=True)
@@ -297,6 +314,36 @@ CHEMICALS = _pip(
     "chemicals-1.5.2-py3-none-any.whl",
     "f85ef7f36e77fee634686c26562929ee61026cd548d89cebd57b2251ca843d6e",
     "chemicals==1.5.2",
+)
+WEBSTER = Package(
+    "dict-gcide_0.48.5+nmu2_all.deb",
+    "7b0af5cfde3cbdef5e9d6e78f92ec335ced7c2790f37a40f49bebc6f7347ac0f",
+    ("apt-get", "download", "dict-gcide=0.48.5+nmu2"),
+)
+EDICT = Package(
+    "edict_2021.02.03-1_all.deb",
+    "f1d50611cd5486d30a4bdd56447bcfa1ee5084da7909340f5da3e1abc0b97b3b",
+    ("apt-get", "download", "edict=2021.02.03-1"),
+)
+FIGLET = _pip(
+    "pyfiglet-1.0.4-py3-none-any.whl",
+    "65b57b7a8e1dff8a67dc8e940a117238661d5e14c3e49121032bd404d9b2b39f",
+    "pyfiglet==1.0.4",
+)
+BOKEH = _pip(
+    "bokeh_sampledata-2026.1-py3-none-any.whl",
+    "f40331a40ca30c64a1c1471835aad9006b61b0d9731a3f649ee8cbbf48d3822f",
+    "bokeh_sampledata==2026.1",
+)
+STARS = Package(
+    "d3-celestial-0.7.35.tgz",
+    "490796718c201e15f38c324bda5458fc4de22519313093bf261b628185eaae81",
+    ("npm", "pack", "d3-celestial@0.7.35"),
+)
+AIRPORTS = _pip(
+    "airportsdata-20260905-py3-none-any.whl",
+    "d7eaa9a57d373b0adaaae0d52da2af0bb0edf73f7baa170f7c415d3342bf4868",
+    "airportsdata==20260905",
 )
 VOICES = (
     SPEECH,
@@ -1111,6 +1158,180 @@ def _voices(read: Read) -> Arrays:
     return {"clips": np.concatenate(clips), "voices": voices.astype(np.uint8)}
 
 
+_DEFINED = re.compile(r"[a-z]+|[0-9]+|[.,;:()]|--")
+
+
+def _webster(read: Read) -> Arrays:
+    """Entries of Webster's dictionary as numbers of words in small letters, 0 for all but the 7,999 most common."""
+    text = gzip.decompress(_debian_file(read(WEBSTER), "/dictd/gcide.dict.dz")).decode("utf-8", "ignore")
+    entries = re.split(r"\n\n(?=[A-Za-z])", re.sub(r"\[[^\]]*\]", " ", text))  # who says it, and where it comes from
+    kept = _by_hash(entry.lower().encode("ascii", "ignore") for entry in entries if len(entry) > 100)
+    words: list[str] = []
+    for entry in kept:
+        if len(words) < NUM_DEFINED_WORDS:
+            words += [*_DEFINED.findall(entry.decode()), "<eos>"]
+    words = words[:NUM_DEFINED_WORDS]
+    counts = Counter(words[: len(words) * 9 // 10])
+    common = sorted(counts, key=lambda word: (-counts[word], word))[: NUM_WORDS - 1]
+    numbers = {word: number for number, word in enumerate(common, start=1)}
+    return {"words": np.array([numbers.get(word, 0) for word in words], dtype=np.int16)}
+
+
+def _readings(read: Read) -> Arrays:
+    """Japanese words as numbers of characters, 0 after the end, and how they are read in hiragana.
+
+    A reading begins with the last number but one and ends with the last.
+    """
+    lines = _debian_file(read(EDICT), "/edict/edict").decode("euc-jp", "ignore").splitlines()[1:]
+    pairs = {match.group(1, 2) for match in (re.match(r"(\S+) \[(\S+)\]", line) for line in lines) if match}
+
+    def fits(word: str, kana: str) -> bool:
+        plain = all("\u3041" <= character <= "\u3093" or character == "\u30fc" for character in kana)
+        return plain and 2 <= len(word) <= MAX_KANJI and 2 <= len(kana) <= MAX_KANA
+
+    rows = [row.decode().split() for row in _by_hash(f"{a} {b}".encode() for a, b in pairs if fits(a, b))]
+    rows = rows[:NUM_READINGS]
+    counts = Counter(character for word, _ in rows for character in word)
+    common = sorted(counts, key=lambda character: (-counts[character], character))[: NUM_KANJI - 2]
+    numbers = {character: number for number, character in enumerate(common, start=1)}
+    words = np.zeros((len(rows), MAX_KANJI), dtype=np.int16)
+    kana = np.zeros((len(rows), MAX_KANA + 2), dtype=np.uint8)
+    for place, (word, sounds) in enumerate(rows):
+        words[place, : len(word)] = [numbers.get(character, NUM_KANJI - 1) for character in word]
+        spoken = [84 if sound == "\u30fc" else ord(sound) - 0x3040 for sound in sounds]
+        kana[place, : len(spoken) + 2] = [KANA - 2, *spoken, KANA - 1]
+    return {"words": words, "kana": kana}
+
+
+def banner(lines: Sequence[str]) -> NDArray[np.uint8] | None:
+    """A character as a font of FIGlet draws it, by numbers from 32 on, nothing around it; None if too large."""
+    full = [place for place, line in enumerate(lines) if line.strip()]
+    if not full:
+        return None
+    rows = lines[full[0] : full[-1] + 1]
+    left = min(len(line) - len(line.lstrip()) for line in rows if line.strip())
+    right = max(len(line.rstrip()) for line in rows)
+    if len(rows) > BANNER_ROWS or right - left > BANNER_COLUMNS:
+        return None
+    drawn = np.zeros((BANNER_ROWS, BANNER_COLUMNS), dtype=np.uint8)
+    for place, line in enumerate(rows):
+        part = line[left:right].encode("ascii", "replace")
+        drawn[place, : len(part)] = np.maximum(np.frombuffer(part, dtype=np.uint8), 32) - 32
+    return drawn
+
+
+def _banners(read: Read) -> Arrays:
+    """Letters and digits as hundreds of fonts draw them with characters, and which they are; each drawing once."""
+    found: dict[bytes, int] = {}
+    with zipfile.ZipFile(io.BytesIO(read(FIGLET))) as wheel:
+        for name in sorted(name for name in wheel.namelist() if name.endswith(".flf")):
+            lines = wheel.read(name).decode("latin-1").splitlines()
+            head = lines[0].split()
+            height, start = int(head[1]), 1 + int(head[5])
+            for code in (*range(48, 58), *range(65, 91), *range(97, 123)):
+                begin = start + (code - 32) * height
+                rows = [line.rstrip() for line in lines[begin : begin + height]]
+                rows = [row.rstrip(row[-1:]).replace(head[0][5:6], " ") for row in rows]  # the last of a line ends it
+                drawn = banner(rows) if len(rows) == height else None
+                if drawn is not None and (drawn > 0).sum() > 3:
+                    letter = chr(code).lower()
+                    found.setdefault(drawn.tobytes(), "0123456789abcdefghijklmnopqrstuvwxyz".index(letter))
+    kept = _by_hash(found)[:NUM_BANNERS]
+    return {
+        "drawn": np.frombuffer(b"".join(kept), dtype=np.uint8).reshape(-1, BANNER_ROWS, BANNER_COLUMNS).copy(),
+        "kinds": np.array([found[drawn] for drawn in kept], dtype=np.uint8),
+    }
+
+
+def _births(read: Read) -> Arrays:
+    """How many were born in a state of the USA on a day, which is counted from the first of 1969 on, up to 1988."""
+    frame = _frame(read, "mosaicData/Birthdays")
+    states = np.unique([str(state) for state in frame["state"]], return_inverse=True)[1]
+    days = np.array([str(date)[:10] for date in frame["date"]], dtype="datetime64[D]") - np.datetime64("1969-01-01")
+    return {
+        "states": states.astype(np.uint8),
+        "days": days.astype(np.int64).astype(np.uint16),
+        "births": frame["births"].to_numpy().astype(np.uint16),
+    }
+
+
+def _lectures(read: Read) -> Arrays:
+    """Students, lecturers, departments, how long one studies, how old a lecture is, whether it is for others: numbers.
+
+    And the mark that a student gave, from 0 to 4.
+    """
+    frame = _frame(read, "lme4/InstEval")
+    columns = [
+        np.unique([int(value) for value in frame[key]], return_inverse=True)[1]
+        for key in ("s", "d", "dept", "studage", "lectage", "service")
+    ]
+    return {
+        "kinds": np.stack(columns, 1).astype(np.int16),
+        "marks": frame["y"].to_numpy().astype(np.uint8) - 1,
+    }
+
+
+def _glucose(read: Read) -> Arrays:
+    """Glucose in somebody's blood, mg/dl, and the minute of each measurement, over 200 days."""
+    with zipfile.ZipFile(io.BytesIO(read(BOKEH))) as wheel:
+        content = gzip.decompress(wheel.read("bokeh_sampledata/_data/CGM.csv.gz")).decode()
+    rows = [row for row in _rows(content) if row["glucose"]]
+    times = np.array([row["datetime"].replace(" ", "T") for row in rows], dtype="datetime64[m]")
+    order = np.argsort(times, kind="stable")
+    return {
+        "glucose": np.array([float(row["glucose"]) for row in rows], dtype=np.int16)[order],
+        "minutes": (times - times.min()).astype(np.int64).astype(np.int32)[order],
+    }
+
+
+def _stars(read: Read) -> Arrays:
+    """Stars up to magnitude 8: longitude and latitude in degrees, magnitude, colour (B-V)."""
+    found = json.loads(_members(read(STARS), end="data/stars.8.json")["package/data/stars.8.json"])["features"]
+    rows = [
+        [*star["geometry"]["coordinates"], star["properties"]["mag"], float(star["properties"]["bv"])]
+        for star in found
+        if star["properties"]["bv"]
+    ]
+    return {"stars": np.array(rows, dtype=np.float32)}
+
+
+def _heights(read: Read) -> Arrays:
+    """Airports in no order: latitude, longitude, how high in feet, and the numbers of the nearest among the first."""
+    with zipfile.ZipFile(io.BytesIO(read(AIRPORTS))) as wheel:
+        content = wheel.read("airportsdata/airports.csv").decode()
+    lines = {f"{row['lat']} {row['lon']}": row["elevation"] for row in _rows(content) if float(row["elevation"])}
+    kept = [key.decode() for key in _by_hash(key.encode() for key in lines)[:NUM_HEIGHTS]]
+    places = np.array([[float(part) for part in key.split()] for key in kept])
+    latitude, longitude = np.radians(places).T
+    across = np.cos(latitude)
+    ends = np.stack([across * np.cos(longitude), across * np.sin(longitude), np.sin(latitude)], 1)
+    near = []
+    for place in range(0, len(ends), 1000):
+        alike = ends[place : place + 1000] @ ends[:NUM_KNOWN_HEIGHTS].T
+        rows = np.arange(len(alike))
+        own = rows[place + rows < NUM_KNOWN_HEIGHTS]
+        alike[own, place + own] = -2
+        near.append(np.argsort(-np.round(alike, 9), axis=1, kind="stable")[:, :NUM_NEAR])
+    return {
+        "places": places.astype(np.float32),
+        "feet": np.array([float(lines[key]) for key in kept], dtype=np.float32),
+        "near": np.concatenate(near).astype(np.uint16),
+    }
+
+
+def _wages(read: Read) -> Arrays:
+    """People of the USA: kinds as numbers from 0 on; year, age, prestige, children; a year's income in dollars."""
+    frame = _frame(read, "stevedata/gss_wages").dropna()
+    kinds = ("occrecode", "wrkstat", "gender", "educcat", "maritalcat")
+    columns = [np.unique([str(value) for value in frame[key]], return_inverse=True)[1] for key in kinds]
+    numbers = [frame[key].to_numpy().astype(np.float32) for key in ("year", "age", "prestg10", "childs")]
+    return {
+        "kinds": np.stack(columns, 1).astype(np.uint8),
+        "numbers": np.stack(numbers, 1),
+        "dollars": frame["realrinc"].to_numpy().astype(np.float32),
+    }
+
+
 SETS: dict[str, Callable[[Read], Arrays]] = {
     "cifar10": _cifar,
     "wikitext": _wikitext,
@@ -1150,6 +1371,15 @@ SETS: dict[str, Callable[[Read], Arrays]] = {
     "spellings": _spellings,
     "melting": _melting,
     "voices": _voices,
+    "webster": _webster,
+    "readings": _readings,
+    "banners": _banners,
+    "births": _births,
+    "lectures": _lectures,
+    "glucose": _glucose,
+    "stars": _stars,
+    "heights": _heights,
+    "wages": _wages,
 }
 SHA256: dict[str, str] = {
     "cifar10": "03a7b07db8d537b76ed396b2c0a259989bbd0b6833757415f458c4d467a8069c",
@@ -1189,5 +1419,14 @@ SHA256: dict[str, str] = {
     "spellings": "afe62eb2e4bdb350f5a276a2829ea6296400d4b69d1ff3596d56a8abb4618977",
     "melting": "8ad317b0abff0d373c81354ac38f1b048fec99bb80215e8e9397ed1438be4fbc",
     "voices": "e5724c6f4d231545a54a56ca81c9720545a09e9cf159bd504e3ccaa556ddc684",
+    "webster": "850366c6a5dfb5f504bc9d9c3579d242d3880f602b5365c72d7f0b14dd87dd27",
+    "readings": "40acbca6a6df56442b6690c1bd6ad5bf3809422e667a5a0ef03f549256fda095",
+    "banners": "9803513d902562568644267b31e2bb232b0551da0cc845b827c349dd18cf1a42",
+    "births": "d0f43fc38fdfe6b3352d2336e600e761186c89e62bf2f2e0b29d4b666f325b19",
+    "lectures": "bc0e50dde50ccf753565033e7433b10c8248ad0348f5193977ec1fd87e64179f",
+    "glucose": "0120b528b929c56e71eb6fc5cfb7f8c745036d8477a2bdb1bb10816ffbcf3431",
+    "stars": "38f0999fe9f727ffa9231ceeb3a987e6a3c2c620f0d528c6b422574a107704c9",
+    "heights": "1b41b709facf4a697a8951a3c7fceae5849091fc448f436829905508184d3b15",
+    "wages": "a5f45c599c8f6845ee28ed5a644a215929081fb33f08c55d40019940bcdaa411",
 }
 """Of the arrays of each set."""

@@ -19,7 +19,7 @@ import torch
 from hdet_lab.bench.suite import ENTRIES, METHODS, Entry, jobs
 from hdet_lab.stacked.run import Run
 from hdet_lab.stacked.sweep import sweep
-from hdet_lab.tasks import TASKS, half_d, half_e, half_f, half_g, half_h, half_i, packages
+from hdet_lab.tasks import TASKS, half_d, half_e, half_f, half_g, half_h, half_i, half_j, packages
 from small_tasks import write_sets
 
 RNG = np.random.default_rng(0)
@@ -137,6 +137,39 @@ SMALL: dict[str, dict[str, Any]] = {
         "clips": RNG.integers(0, 34, (60, 16, 24)).astype("u1"),
         "voices": RNG.integers(0, 5, 60).astype("u1"),
     },
+    "webster": {"words": RNG.integers(0, 8000, 4000).astype("i2")},
+    "readings": {
+        "words": RNG.integers(1, 2048, (60, 6)).astype("i2"),
+        "kana": np.pad(RNG.integers(1, 87, (60, 8)), ((0, 0), (0, 4))).astype("u1"),
+    },
+    "banners": {
+        "drawn": RNG.integers(0, 95, (60, 10, 16)).astype("u1"),
+        "kinds": RNG.integers(0, 36, 60).astype("u1"),
+    },
+    "births": {
+        "states": RNG.integers(0, 51, 60).astype("u1"),
+        "days": RNG.integers(0, 7305, 60).astype("u2"),
+        "births": RNG.integers(1, 900, 60).astype("u2"),
+    },
+    "lectures": {
+        "kinds": RNG.integers(0, 5, (60, 6)).astype("i2"),
+        "marks": RNG.integers(0, 5, 60).astype("u1"),
+    },
+    "glucose": {
+        "glucose": RNG.integers(40, 400, 400).astype("i2"),
+        "minutes": (5 * np.arange(400) + 3 * (np.arange(400) >= 100)).astype("i4"),
+    },
+    "stars": {"stars": RNG.uniform(-0.4, 2.4, (60, 4)).astype("f4")},
+    "heights": {
+        "places": RNG.uniform(-80, 80, (60, 2)).astype("f4"),
+        "feet": RNG.uniform(0, 9000, 60).astype("f4"),
+        "near": RNG.integers(0, 48, (60, 8)).astype("u2"),
+    },
+    "wages": {
+        "kinds": RNG.integers(0, 5, (60, 5)).astype("u1"),
+        "numbers": RNG.uniform(0, 90, (60, 4)).astype("f4"),
+        "dollars": RNG.uniform(300, 90_000, 60).astype("f4"),
+    },
 }
 MADE: dict[str, Callable[..., Any]] = {
     "adding": half_d.AddingTask,
@@ -174,6 +207,8 @@ SIZES: dict[str, dict[str, int]] = {
     "quotes": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
     "charges": {"num": 60, "batch_rows": 8},
     "clusters": {"num": 60, "batch_rows": 8},
+    "webster": {"batch_rows": 8, "context": 16, "width": 16, "num_validation": 8},
+    "codes": {"num": 60, "batch_rows": 8},
 }
 
 
@@ -183,7 +218,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_sets(tmp_path, SMALL, monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEFGHI"}))
+@pytest.mark.parametrize("name", sorted({entry.task_name for entry in ENTRIES if entry.half in "DEFGHIJ"}))
 def test_task_keeps_the_contract(name: str, data: Path) -> None:
     task: Any = TASKS[name](data, **SIZES.get(name, {"batch_rows": 8}))
     model = task.build(0)
@@ -261,6 +296,14 @@ def test_long_convolution_is_a_sum_over_what_came_before() -> None:
     assert torch.allclose(layer(series), torch.stack(past, -1) + layer.direct * series, atol=1e-5)
 
 
+def drawn(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, without a weight that is zero."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -269,6 +312,7 @@ def test_long_convolution_is_a_sum_over_what_came_before() -> None:
         half_g.Manual(16, 2, 2),
         half_h.Window(16, 1),
         half_i.Looped(10, 16, 3),
+        drawn(half_j.Lexicon(128, 16, 2, 2)),
     ],
 )
 def test_no_symbol_sees_a_later_one(model: torch.nn.Module) -> None:
@@ -459,7 +503,7 @@ def test_a_bar_that_is_heated_evenly() -> None:
     assert torch.all(warm[(places == 0) | (places == 1)] == 0)
 
 
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.half == "I"], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.half in "IJ"], ids=lambda entry: entry.name)
 def test_a_fixed_rate_is_what_torch_makes_of_it(entry: Entry, data: Path) -> None:
     task: Any = TASKS[entry.task_name](data, **SIZES.get(entry.task_name, {"batch_rows": 8}))
     model, run = task.build(0), Run(lr=1e-3, schedule="constant")
@@ -624,3 +668,117 @@ def test_half_d_is_run_around_the_optimizer_of_the_snippet() -> None:
     by_task = {entry: {job.method for job in mine if job.entry.name == entry} for entry in ("adding", "mixer-sgd")}
     assert {"grid", "autolr", "adamw", "greedy", "muon"} <= by_task["adding"]
     assert by_task["mixer-sgd"] == {"grid", "autolr"}
+
+
+def test_a_word_is_seen_both_ways_and_sounds_one() -> None:
+    torch.manual_seed(0)
+    model, words = half_j.Sounds(8, 16, 2), torch.randint(1, 2048, (2, 6))
+    kana, other_word = torch.randint(1, 87, (2, 8)), words.clone()
+    other_kana = kana.clone()
+    other_word[:, 5], other_kana[:, 4] = other_word[:, 5] % 2047 + 1, kana[:, 4] % 86 + 1
+    found = model(words, kana)
+    assert torch.all((found != model(other_word, kana)).any(-1)), "a character matters to all sounds"
+    assert torch.allclose(found[:, :4], model(words, other_kana)[:, :4], atol=1e-6)
+    assert torch.all((found != model(words, other_kana)).any(-1)[:, 4:])
+
+
+def test_a_banner_begins_where_it_is_not_empty() -> None:
+    found = packages.banner(["", "   #", "  ##  ", "   #", ""])
+    assert found is not None
+    assert found[:4, :3].tolist() == [[0, 3, 0], [3, 3, 0], [0, 3, 0], [0, 0, 0]]
+    assert found.shape == (10, 16)
+    assert found[:, 3:].sum() == 0
+    assert packages.banner(["#" * 17]) is None
+    assert packages.banner(["#"] * 11) is None
+    assert packages.banner(["  ", ""]) is None
+
+
+def test_a_margin_makes_the_right_letter_harder(data: Path) -> None:
+    task = half_j.BannersTask(data)
+    kinds, cosines = torch.tensor([3, 5]), torch.rand(2, 36)
+    wanted = 16 * cosines
+    wanted[[0, 1], kinds] -= 1.6
+    loss = task.loss(lambda _: cosines, (torch.zeros(2, 10, 16), kinds))
+    assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(wanted, kinds)))
+    assert task.build(0)(task.tensors[0][:8]).abs().max() <= 1 + 1e-6
+
+
+def test_births_are_negative_binomial(data: Path) -> None:
+    task = half_j.BirthsTask(data)
+    known = half_j.calendar(np.array([0, 7305]))
+    assert known[:, 1:8].argmax(1).tolist() == [0, 4], "7305 days are 1043 weeks and 4 days"
+    assert known[:, 16].tolist() == [-1, 1]
+    births, logs, spread = torch.tensor([3.0, 80.0]), torch.tensor([1.2, 4.0]), torch.tensor([0.3, 0.05])
+    found = torch.zeros(2, 19)
+    found[:, 0], found[:, -1] = logs, torch.expm1(spread - 1e-3).log()
+    size = 1 / spread
+    counts: Any = torch.distributions.NegativeBinomial(size, logits=logs + spread.log())
+    ones = torch.nn.functional.pad(torch.ones(2, 1), (0, 17))
+    loss = task.loss(lambda _: found, (torch.zeros(2), ones, births))
+    assert loss == pytest.approx(float(-counts.log_prob(births).mean()), rel=1e-4)
+
+
+def test_marks_have_shares_that_add_up_to_one(data: Path) -> None:
+    task = half_j.LecturesTask(data)
+    model: Any = task.build(0)
+    kinds, _ = task.gather(torch.arange(4))
+    losses = [task.loss(model, (kinds[:1], torch.tensor([mark]))) for mark in range(5)]
+    assert torch.stack(losses).neg().exp().sum().item() == pytest.approx(1, abs=1e-5)
+    vectors = model.inputs(kinds)
+    pairs = sum((vectors[:, a] * vectors[:, b]).sum(-1) for a in range(6) for b in range(a))
+    assert torch.allclose(model(kinds)[:, 0], pairs + model.tokens(kinds).sum((1, 2)) - model.first, atol=1e-6)
+    assert kinds.max() < task.num_kinds
+    assert torch.all(model(kinds).diff(dim=-1) < 0)
+
+
+def test_no_window_has_a_gap(data: Path) -> None:
+    task = half_j.GlucoseTask(data)
+    values = (torch.from_numpy(packages.read_arrays("glucose", data)["glucose"]).float() - 140) / 55
+    windows = values.unfold(0, 60, 1)
+    starts = [*range(41), *range(100, 261), *range(320, 341)]  # a gap before 100; what validates begins at 320
+    assert torch.equal(task.tensors[0], windows[starts])
+    assert task.num_train == 41 + 161
+
+
+def test_a_spline_is_a_density() -> None:
+    x = (torch.arange(200_000) + 0.5) / 200_000
+    wide, high, slopes = (4 * half_d.normal(seed, 1, num).expand(len(x), -1) for seed, num in ((0, 6), (2, 6), (4, 7)))
+    logs = half_j.spline_density(x, wide, high, slopes)
+    assert logs.exp().mean() == pytest.approx(1, abs=1e-3)
+    alike = torch.zeros(len(x), 6)
+    flat = half_j.spline_density(x, alike, alike, torch.full((len(x), 7), 0.5413))
+    assert flat.abs().max() < 2e-3, "where slopes are one and bins are alike nothing is changed"
+
+
+def test_the_nearest_across_the_line_where_days_change(data: Path, tmp_path: Path) -> None:
+    arrays = {**SMALL["heights"], "places": np.array([[0, 179.9], [0, -179.9], [1, 179.9]] * 20, dtype="f4")}
+    arrays["near"] = np.ones((60, 8), dtype="u2")
+    np.savez(tmp_path / "open" / "heights.npz", **arrays)
+    seen, feet = half_j.HeightsTask(data).gather(torch.arange(3))
+    assert torch.allclose(seen[0, 0, :2], torch.tensor([0, 0.2224]), atol=1e-3), "22 km to the east"
+    assert torch.allclose(seen[2, 0, :2], torch.tensor([-1.1119, 0.2224]), atol=1e-3)
+    assert torch.allclose(seen[:, 0, 3], feet[1] / 1000, atol=1e-4)
+
+
+def test_three_weights_and_a_gradient_past_them() -> None:
+    torch.manual_seed(0)
+    layer: Any = half_j.Ternary(6, 5)
+    seen = torch.eye(6) * 1e3
+    layer.norm = torch.nn.Identity()
+    found = (layer(seen) - layer.layer.bias).T / 1e3
+    size = layer.layer.weight.abs().mean()
+    assert torch.allclose(found, (layer.layer.weight / size).round().clamp(-1, 1) * size, atol=1e-5)
+    layer(seen).sum().backward()
+    assert layer.layer.weight.grad is not None
+    assert torch.all(layer.layer.weight.grad == 1e3)
+
+
+def test_few_codes_make_up_the_sums() -> None:
+    task = half_j.CodesTask(num=4000)
+    sums, codes = task.gather(torch.arange(3000))
+    parts = torch.linalg.lstsq(codes.double(), sums.double()).solution
+    assert (codes.double() @ parts - sums).std() == pytest.approx(0.02, rel=0.1)
+    assert torch.allclose(parts.norm(dim=-1), torch.ones(32, dtype=torch.float64), atol=0.01)
+    assert (codes != 0).float().mean() == pytest.approx(0.08, abs=0.01)
+    model = half_j.Unrolled(2, 3)
+    assert torch.allclose(model._shrunk(torch.tensor([0.05, 0.3, -0.3])), torch.tensor([0, 0.2, -0.2]))
