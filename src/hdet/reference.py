@@ -101,8 +101,10 @@ class AutoLR:
             steady = clip((min(self.sizes) / largest - low) / (high - low))  # as Lion's, which never become smaller
             if len(self.sizes) == 1 and 0.3 <= last / float(self.gradient.norm()) <= 8:  # SGD's, which batches change
                 self.most = 6.0 if is_sign else 2.0
-            least = float(self.most > 2 and largest < 0.3 * root)  # Muon's best rate is no lower in large models
-            delta = 0.02 * self.share * max(allowance(size, len(update), self.most), least) / 2.5**steady
+            may = allowance(size, len(update), self.most)
+            if self.most > 2 and largest < 0.3 * root:  # Muon's best rate is no lower in large models
+                may = max(may, min(allowance(size, len(update), self.most, 1.0), 1.0))
+            delta = 0.02 * self.share * may / 2.5**steady
             self.level = delta * size / (largest + 2 * last)
             if self.most > 2:  # the best rates of models, by their size
                 best = math.pow(size / root / 0.06, -0.87) * max(math.pow(len(update) / 3e6, -0.55), 1.0)

@@ -256,18 +256,17 @@ def test_progress_leads_to_what_is_usual_for_models_of_this_size(
     assert level.usual == pytest.approx(1.6 * 0.0012 * beside / less)
 
 
-@pytest.mark.parametrize(
-    ("unit", "gradient", "allowance"),
-    [(0.03, 1e-9, 1.0), (0.4, 1e-9, 1 / 3), (10.0, 1e-9, 1 / 3), (0.03, 520.0, 1 / 3)],
-)
+@pytest.mark.parametrize(("unit", "weights", "gradient", "allowance"), [
+    (0.03, 0.02, 1e-9, 1.0), (0.03, 0.12, 1e-9, 2**-0.75),
+    (0.4, 0.02, 1e-9, 1 / 3), (10.0, 0.02, 1e-9, 1 / 3), (0.03, 0.02, 520.0, 1 / 3),
+])  # fmt: skip
 def test_updates_smaller_than_signs_are_no_smaller_in_large_models(
-    unit: float, gradient: float, allowance: float
+    unit: float, weights: float, gradient: float, allowance: float
 ) -> None:
     """As Muon's are, whose number of directions grows as the root of that of the entries."""
     level, root = Level(1000), math.sqrt(3e8)
-    for _ in trained(
-        level, lambda step: root * unit / (1 + step % 2), 100, weights=0.02 * root, gradient=gradient, num=3e8
-    ):
+    updates = lambda step: root * unit / (1 + step % 2)  # noqa: E731
+    for _ in trained(level, updates, 100, weights=weights * root, gradient=gradient, num=3e8):
         pass
     assert level.allowance == pytest.approx(allowance)
 

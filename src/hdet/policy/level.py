@@ -32,8 +32,8 @@ of entries takes off the bound on updates at most."""
 OF_GRADIENT, OF_SIGN = (0.3, 8.0), (0.3, 1.05)
 """The first update per unit of learning rate follows the gradient, as SGD's do, where its size over the gradient's is
 between the first two, and its root mean square is not between the others, as that of Adam's. In small batches such
-updates are of very different sizes. Where all are smaller than signs, as Muon's, the allowance is at least 1: their
-best rate is no lower in large models."""
+updates are of very different sizes. Where all are smaller than signs, as Muon's, a large model does not take the
+allowance below 1: their best rate is no lower there."""
 STEADY, IS_STEADY, IS_STEADY_SIGN = 2.5, (0.75, 0.9), (0.95, 0.99)
 """What the level of updates that never shrink, as Lion's and Muon's, is divided by; and of their smallest size over the
 largest one: between the two this comes to count. Adam's begin as signs as Lion's do, and where gradients agree they
@@ -292,7 +292,7 @@ class Level:
             self._weights = sizes.floored
             self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
             if self.largest < OF_SIGN[0] * root and not self.follows_gradient:
-                self.allowance = max(self.allowance, 1.0)
+                self.allowance = max(self.allowance, min(sizes.allowance(self.most, 1.0), 1.0))
             # Gradients that grow make Adam's updates up to three times as large as signs, for a while.
             self._usual_size = _bounded(sizes.usual * sizes.floored / min(self.largest, root))
 
