@@ -265,7 +265,7 @@ def test_updates_smaller_than_signs_are_no_smaller_in_large_models(
 ) -> None:
     """As Muon's are, whose number of directions grows as the root of that of the entries."""
     level, root = Level(1000), math.sqrt(3e8)
-    updates = lambda step: root * unit / (1 + step % 2)  # noqa: E731
+    updates = lambda step: root * unit / (1 + step % 2)
     for _ in trained(level, updates, 100, weights=weights * root, gradient=gradient, num=3e8):
         pass
     assert level.allowance == pytest.approx(allowance)
