@@ -271,14 +271,16 @@ class Scheduler:
     # -- what it has found --------------------------------------------------------------------------------------
 
     def _found(self) -> Found:
-        """The learning rates as they were so far, and what held-out data have shown."""
+        """The learning rates since the search for the first level, and what held-out data have shown."""
         self._take_up_new_groups()
         groups, run, total = self.optimizer.param_groups, self._run, self._schedule.total_steps
         learns_decay = any(isinstance(each, HeldOutGradient) and each.decay is not None for each in run.signals)
+        curve = run.history.curve
+        begun = sum(step < run.policy.searched for step in curve.steps)
         return Found(
             tuple(str(group.get("name", f"group{k}")) for k, group in enumerate(groups)),
-            tuple(run.history.curve.steps),
-            tuple(map(tuple, run.history.curve.values)),
+            tuple(curve.steps[begun:]),
+            tuple(map(tuple, curve.values[begun:])),
             None if math.isinf(total) else int(total),
             tuple(float(group["weight_decay"]) for group in groups) if learns_decay else (),
         )

@@ -48,6 +48,14 @@ def test_a_plain_schedule_gives_the_same_learning_rates_again() -> None:
     assert stretched[-1] == pytest.approx(found.lrs[-1][0] / found.peak_lrs[0])
 
 
+def test_learning_rates_of_the_search_are_no_part_of_it() -> None:
+    """One of them may be the highest of the run, where a first guess was too low to measure."""
+    run = Run("sgd")
+    rates = [row[0][0] for row in run.advance(60)]
+    assert run.scheduler.found().steps[0] == run.scheduler._run.policy.searched >= 4
+    assert run.scheduler.found().peak_lrs[0] == pytest.approx(max(rates[4:]), rel=1e-6)
+
+
 def test_a_resumed_run_has_found_the_same() -> None:
     run = Run("adam")
     run.advance(60)

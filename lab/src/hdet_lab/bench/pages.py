@@ -13,6 +13,7 @@ from hdet_lab.bench.records import Record, load
 from hdet_lab.bench.statistics import geometric_mean, t_interval
 from hdet_lab.bench.suite import AROUND_TORCH, BY_NAME, DEFAULT_ENTRIES, MAX_PASSES, METHODS, NOTHING_SET
 from hdet_lab.bench.summary import (
+    AIM_NEAR,
     COMPUTE,
     FACTORS,
     LABELS,
@@ -42,7 +43,7 @@ SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-
 DRAWN = ("autolr", "adam", "nadamw", "schedule-free", "prodigy", "mechanic", "search-4", "search-8")
 
 _LABEL = """\
-The aims are meant for tasks that were never looked at (halves D to I), of which there are no records. AutoLR's
+The aims are meant for tasks that were never looked at (halves D to J), of which there are no records. AutoLR's
 settings were looked at on every task here; defaults of rivals were chosen on half A alone. So the figures describe
 these tasks, and judge nothing about others."""
 _JUDGED = """\
@@ -50,7 +51,8 @@ Half {half} has judged the version of its day, which was run on it once: {once}.
 with a look at all halves. Defaults of rivals were chosen on half A."""
 _JUDGES = """\
 AutoLR was run once on half {half}, which no rule had seen; none was changed since."""
-_ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%", "G": "+13.51%", "H": "+1.16%", "I": "+5.85%"}
+_ONCE = {"C": "+19.77%", "D": "+2.64%", "E": "+8.76%", "F": "+25.22%", "G": "+13.51%", "H": "+1.16%", "I": "+5.85%",
+         "J": "+7.91%"}  # fmt: skip
 _READING = """\
 A figure is the ratio of the final validation loss to that of the best learning rate and schedule of a grid, of the same
 seed, less 1; means are geometric, (9) over so many tasks. The best has the lowest mean over seeds of that same loss,
@@ -254,9 +256,9 @@ def _profile(tasks: Sequence[TaskSummary], halves: str) -> list[str]:
 
 
 def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
-    """A table of the half that judges, a line for each of the others."""
+    """A table of the half that judges, a line for each of the others, in which figures within 2% are left out."""
     judging = {task.record.name for task in _judged(tasks)}
-    rows, others = [], dict[str, list[str]]()
+    rows, others = [], dict[str, tuple[list[str], list[str]]]()
     for task in sorted(tasks, key=lambda task: -"ABCDEFGHIJ".find(task.record.half)):
         record, (shape, lr) = task.record, task.record.best()
         mine = "autolr" in task.excess
@@ -265,15 +267,17 @@ def _tasks(tasks: Sequence[TaskSummary], current: Collection[str]) -> list[str]:
         if record.name in judging:
             rows.append([name, record.half, f"{shape}:{lr:g}", found + (_seeds(task) if mine else "")])
         else:
-            others.setdefault(record.half, []).append(f"{name} {found}".strip())
+            far, near = others.setdefault(record.half, ([], []))
+            is_near = mine and abs(task.share("autolr")) <= AIM_NEAR
+            (near if is_near else far).append(name if is_near else f"{name} {found}".strip())
     heads = ["task", "half", "best of grid", "AutoLR (± 95% over seeds)"]
     lines = table(heads, rows)
     known, halves = {task.record.name for task in tasks}, {task.record.half for task in tasks}
     missing = [name for name in DEFAULT_ENTRIES if name not in known and BY_NAME[name].half in halves]
-    said = "Links: learning rates of all seeds, the best fixed one dashed."
+    said = "Links: learning rates of all seeds, the best fixed one dashed. Without a figure: within 2%."
     said += f" Not measured: {', '.join(missing)}." if missing else ""
     titles = {half: "Others" if half == "extra" else f"Half {half}{_mean(tasks, half)}" for half in others}
-    listed = [f"- {titles[half]}: {', '.join(names)}." for half, names in others.items()]
+    listed = [f"- {titles[half]}: {', '.join([*far, *near])}." for half, (far, near) in others.items()]
     return [said, "", *(lines if rows else ()), *([""] if rows else ()), *listed, *footnote(lines + listed)]
 
 
@@ -314,7 +318,7 @@ def _defaults(records: Sequence[Record]) -> list[str]:
 
 def _facts(records: Sequence[Record]) -> list[str]:
     """One row for each machine and code; the records have the rest, task by task."""
-    found: dict[tuple[str, str], dict[str, int]] = {}
+    found: dict[tuple[str, str], dict[str, None]] = {}
     halves: dict[tuple[str, str], set[str]] = {}
     for record in records:
         for fact in record.facts:
@@ -323,13 +327,9 @@ def _facts(records: Sequence[Record]) -> list[str]:
             commit = commit[:10] + ("+" if commit.endswith("+") else "")
             row = (f"{device}, torch {fact['torch']}", fact.get("code_sha256", "unknown")[:10])
             halves.setdefault(row, set()).add(record.half if len(record.half) == 1 else "-")
-            tasks = found.setdefault(row, {})
-            tasks[commit] = tasks.get(commit, 0) + 1
-    heads = ["halves", "machine", "code (SHA-256)", "commit, +: with changes (number of tasks)"]
-    rows = [
-        ["".join(sorted(halves[row])), *row, ", ".join(f"{commit} ({num})" for commit, num in tasks.items())]
-        for row, tasks in found.items()
-    ]
+            found.setdefault(row, {})[commit] = None
+    heads = ["halves", "machine", "code (SHA-256)", "commit, +: with changes"]
+    rows = [["".join(sorted(halves[row])), *row, ", ".join(commits)] for row, commits in found.items()]
     return table(heads, rows)
 
 
