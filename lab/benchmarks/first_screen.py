@@ -34,7 +34,7 @@ SHOWN = ("search-8", "search-4")
 
 
 HEAD = "Final validation loss above the best of a grid, geometric mean over tasks and 95% interval:"
-HALVES = ("I", "H")
+HALVES = ("J", "I")
 """The one that has judged today's rules, and the one before it."""
 
 

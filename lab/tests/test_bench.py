@@ -14,7 +14,6 @@ import torch
 
 from hdet import AutoLR
 from hdet_lab.bench import runner as runner_module
-from hdet_lab.bench.held_out import HeldBack
 from hdet_lab.bench.methods import HALVING_LRS, extension, found_lr, run_method
 from hdet_lab.bench.pages import make_pages, render, said_of
 from hdet_lab.bench.records import Record, gather, load
@@ -27,14 +26,13 @@ from hdet_lab.bench.suite import (
     ENTRIES,
     MAX_PASSES,
     METHODS,
-    NOTHING_SET,
     START,
     Entry,
     half_decade,
     jobs,
 )
 from hdet_lab.bench.summary import duel, over_tasks, summarize, verdict
-from hdet_lab.bench.train import Bench, Whole, thinned
+from hdet_lab.bench.train import Bench, thinned
 from hdet_lab.bench.versions import GOLDEN, MARK, declare, equivalent, golden_name, is_current
 from hdet_lab.command_line import UsageError
 from hdet_lab.commands import bench as command
@@ -42,10 +40,8 @@ from hdet_lab.recipes import ADAM_BETAS
 from hdet_lab.runs.code_hash import code_sha256, hash_of
 from hdet_lab.stacked.sweep import sweep
 from hdet_lab.tasks import TabularTask, load_task
-from hdet_lab.tasks.base import batch_of, split_rows
+from hdet_lab.tasks.base import batch_of
 from hdet_lab.tasks.quadratic import QuadraticTask
-from hdet_lab.tasks.text import TextTask
-from small_tasks import SMALL_TASKS
 
 ROOT = Path(__file__).parents[2]
 STEPS, LONGER = 60, 100
@@ -156,44 +152,6 @@ def test_autolr_of_the_benchmark_is_that_of_a_plain_loop(start: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tabular", "fashion", "fashion-diffusion", "feed", "shakespeare-gpt", "lstm", "wave"])
-def test_autolr_with_a_probe_never_trains_on_what_it_probes(name: str, tmp_path: Path) -> None:
-    task = SMALL_TASKS[name](tmp_path)
-    data = HeldBack(task)
-    assert torch.equal(data.probe_rows, HeldBack(task).probe_rows)
-    assert data.is_held(data.probe_rows).all()
-    for step in range(10):
-        for seed in (0, 1):
-            before, after = task.rows(step, seed=seed), data.rows(step, seed=seed)
-            assert not data.is_held(after).any()
-            assert torch.equal(before == after, ~data.is_held(before))
-            assert not set(after.tolist()) & set(task.validation_rows.tolist())
-
-
-def test_of_a_text_no_letter_is_trained_on_and_probed() -> None:
-    data = HeldBack(TextTask("text", torch.arange(4000) % 7, 7, context=16, batch_rows=8))
-    last = max(int(data.rows(step, seed=0).max()) for step in range(3000)) + 16
-    assert last == int(data.probe_rows.min()) - 1
-
-
-def test_pictures_are_held_back_in_all_their_variants(tmp_path: Path) -> None:
-    data = HeldBack(SMALL_TASKS["fashion"](tmp_path))
-    assert len(data.probe_rows) == 4  # of 40
-    for variant in range(3):
-        assert data.is_held(data.probe_rows + variant * 50).all()
-
-
-def test_autolr_with_a_probe_says_what_it_found() -> None:
-    records = run_method(make_bench(steps=LONGER), "autolr-held-out")
-    assert [record["seed"] for record in records] == [0, 1]
-    for record in records:
-        assert record["weight_decay"] > 0
-        assert record["num_held_back"] == 26  # of 256
-        assert record["curve"][-1][0] == LONGER
-    assert "autolr-held-out" not in NOTHING_SET  # it has held-out data, which others do not ask for
-
-
-@pytest.mark.slow
 def test_parts_of_a_sweep_change_nothing() -> None:
     entry, seeds = BY_NAME["quadratic"], tuple(range(5))
     whole, parts = (run_method(make_bench(entry=replace(entry, stacked=n), seeds=seeds), "autolr") for n in (100, 2))
@@ -216,12 +174,6 @@ def test_a_sweep_that_does_not_fit_into_memory_goes_on_in_smaller_parts(monkeypa
     records = run_method(make_bench(steps=30, seeds=tuple(range(6))), "autolr")
     assert sizes == [6, 3, 2, 2, 2]
     assert len(records) == 6
-
-
-def test_every_worker_of_a_population_sees_the_whole_batch() -> None:
-    rows = split_rows(Whole(SMALL, 3).rows(5, seed=1), 3)
-    for replica in range(3):
-        assert rows[replica].tolist() == SMALL.rows(5, seed=1).tolist()
 
 
 def test_thinned_keeps_the_ends() -> None:
@@ -423,7 +375,7 @@ def test_which_facts_a_method_is_judged_by() -> None:
     facts: list[dict[str, Any]] = [{"git_commit": "x"}, {"methods": ["autolr"], "code_sha256": "a"}]
     assert is_current("autolr", facts, ["a"])
     assert not is_current("autolr", facts, ["b"])
-    assert not is_current("schedule-free-autolr", facts, ["a"])  # of the fact that names no method
+    assert not is_current("autolr-muon", facts, ["a"])  # of the fact that names no method
     assert is_current("prodigy", facts, [])
 
 

@@ -41,7 +41,7 @@ def test_what_is_said_of_lion_is_what_the_records_say(monkeypatch: pytest.Monkey
     tasks = [task for record in records if (task := summarize(record)) is not None]
     line = over_tasks(tasks, "autolr")
     assert line is not None
-    assert len(tasks) == 7
+    assert len(tasks) == 8
     least = min(task.share("autolr") for task in tasks)
     assert f"between {least:.0%} and {line.worst:.0%} above" in LION
     assert f"{line.mean:.0%} in the mean" in LION

@@ -94,7 +94,7 @@ OPTIMIZERS: dict[str, tuple[StackedOptimizer, Callable[[Params], torch.optim.Opt
     "adamw": (Adam(weight_decay=0.3, decoupled=True), lambda p: torch.optim.AdamW(p, weight_decay=0.3)),
     "lion": (Lion(), ReferenceLion),
     "lion-decay": (Lion(weight_decay=0.3), lambda p: ReferenceLion(p, weight_decay=0.3)),
-    "muon": (Muon(weight_decay=0.3, dtype=torch.float64), MuonAndAdam),
+    "muon": (Muon(weight_decay=0.3), MuonAndAdam),
 }
 
 
@@ -154,7 +154,8 @@ def test_matches_torch_optim_on_separate_models(
 
 
 @pytest.mark.parametrize(("muon", "adjusted"), [(Muon(), "match_rms_adamw"), (Muon(adam_share=0.1), "original")])
-def test_muon_in_bfloat16_is_near_torch(muon: Muon, adjusted: str) -> None:
+def test_muon_adjusts_its_updates_as_torch_does(muon: Muon, adjusted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
     shapes = {"tall": (12, 5), "wide": (5, 12), "tall2": (12, 5), "square": (6, 6)}
     layout = make_layout(shapes, map(torch.Size, shapes.values()))
     sizes = (2, 2, layout[-1].columns.stop)
@@ -173,7 +174,7 @@ def test_muon_in_bfloat16_is_near_torch(muon: Muon, adjusted: str) -> None:
                     p.grad = gradient[run, replica, slot.columns].view(slot.shape)
                 optimizers[run][replica].step()  # type: ignore[no-untyped-call]
                 expected = torch.cat([p.detach().flatten() for p in parameters])
-                torch.testing.assert_close(moved[run, replica], expected, rtol=0, atol=0.02)
+                torch.testing.assert_close(moved[run, replica], expected, rtol=1e-4, atol=1e-5)
     assert moved.abs().mean() > 0.2
 
 

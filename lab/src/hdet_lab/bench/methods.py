@@ -3,8 +3,6 @@
 - ``grid``: fixed learning rates by half-decades under one-cycle, cosine and WSD; it grows where the best is at an edge.
   Adam, here and below, has betas 0.9 and 0.95 where nothing else is said.
 - ``autolr``: ``AutoLR(optimizer, total_steps=N)``.
-- ``autolr-held-out``: the same around AdamW, with ``probe=`` and ``weight_decay="learn"`` from 0.1. The probe has a
-  tenth of the training rows, which are not trained on: rows at random, of a text its last tenth.
 - ``adam``: of the grid, the schedule and learning rate with the lowest mean over half A, five seeds.
 - ``adamw``, ``nadamw``: weight decay 0.1, the latter with betas 0.9 and 0.999; one schedule and learning rate for all
   tasks, the best of the grid on the mean over half A, five seeds.
@@ -12,12 +10,10 @@
   three follow a cosine with a warm-up of 5% and a peak of 1.
 - ``dog``: constant, evaluated at its polynomial average; first distance 1e-6, with BatchNorm 1e-4.
 - ``schedule-free``: betas 0.9 and 0.999, constant after a warm-up of 10%, at its default of 0.0025.
-- ``schedule-free-grid``: the same at several learning rates; ``schedule-free-autolr``: AutoLR sets its learning rate.
 - ``finder``: a tenth of the run grows the learning rate from 1e-7 to 10; a tenth of where the smoothed loss was lowest
   is the peak of a one-cycle in the other nine tenths.
 - ``halving``: half of the run's compute for eight learning rates, then four, then two, judged by validation loss; the
   best has a one-cycle over the rest.
-- ``population``: population-based training of four workers with the whole batch each, four times the compute.
 
 On halves C to J ``grid``, ``autolr`` and ``adam`` have ``torch.optim.AdamW`` at its defaults (betas 0.9, 0.999; decay
 0.01), where a name ends so SGD with momentum or Lion. The grid has twice and half its best too, which random search
@@ -42,21 +38,18 @@ from typing import Any
 import numpy as np
 
 from hdet.policy.timing import default_interval
-from hdet_lab.bench.held_out import run_held_out
 from hdet_lab.bench.loops import run_loop
 from hdet_lab.bench.statistics import mean
 from hdet_lab.bench.suite import AROUND_TORCH, GRIDS, PLAIN_LOOPS, SHAPES, START, half_decade
-from hdet_lab.bench.train import Bench, Whole
+from hdet_lab.bench.train import Bench
 from hdet_lab.recipes import ADAM_BETAS, ADAMW_DECAY, MUON_LR, author_muon
 from hdet_lab.stacked.optim import EMBEDDINGS_AND_HEADS, Muon
-from hdet_lab.stacked.population import train_populations
 from hdet_lab.stacked.rivals import DAdaptAdam, DoG, Mechanic, NAdamW, Prodigy, RangeTest, Rule, ScheduleFree
 from hdet_lab.stacked.run import Run
 
 Records = list[dict[str, Any]]
 MAX_EXTENSIONS = 3
 SCHEDULE_FREE_LR = 0.0025
-NUM_WORKERS = 4
 HALVING_LRS = [half_decade(index) for index in range(-9, -1)]
 _FINDER_RANGE = (1e-7, 10.0)
 _ALL_INDICES = range(-20, 11)
@@ -68,7 +61,6 @@ def run_method(bench: Bench, method: str) -> Records:
     plain: dict[str, Callable[[], Records]] = {
         "grid": lambda: _grid(bench, bench.entry.optimizer, SHAPES, bench.entry.optimizer),
         "autolr": lambda: bench.train(_auto(bench), bench.entry.optimizer),
-        "autolr-held-out": lambda: run_held_out(bench),
         "adamw-grid": lambda: _calibrate(bench, "adamw", "adamw"),
         "nadamw-grid": lambda: _calibrate(bench, "nadamw", _nadamw()),
         "adamw": lambda: bench.train(_at_default(bench, "adamw"), "adamw"),
@@ -82,11 +74,8 @@ def run_method(bench: Bench, method: str) -> Records:
         "schedule-free": lambda: bench.train(
             _fixed(bench.seeds, [SCHEDULE_FREE_LR], ["constant"]), ScheduleFree(steps // 10)
         ),
-        "schedule-free-grid": lambda: _grid(bench, ScheduleFree(steps // 10), ["constant"], "schedule-free"),
-        "schedule-free-autolr": lambda: bench.train(_auto(bench), ScheduleFree()),
         "finder": lambda: _finder(bench),
         "halving": lambda: _halving(bench),
-        "population": lambda: _population(bench),
         "muon": lambda: bench.train(_fixed(bench.seeds, [MUON_LR], ["wsd"]), _author_muon(bench)),
         "autolr-adamw": lambda: bench.train(_auto(bench), "adamw"),
         "autolr-muon": lambda: bench.train(_auto(bench), _author_muon(bench)),
@@ -226,20 +215,3 @@ def _halving(bench: Bench) -> Records:
             lrs[seed] = [lr for _, lr in ranked[:num]]
     runs = [Run(lr=lrs[seed][0], seed=seed, schedule="one-cycle") for seed in bench.seeds]
     return bench.train(runs, "adam", steps=bench.steps - spent, spent=spent)
-
-
-def _population(bench: Bench) -> Records:
-    indices = GRIDS[bench.entry.optimizer]
-    populations = train_populations(
-        Whole(bench.task, NUM_WORKERS),
-        bench.seeds,
-        num_workers=NUM_WORKERS,
-        lr_range=(half_decade(indices[0]), half_decade(indices[-1])),
-        interval=max(bench.steps // 20, 1),
-        num_steps=bench.steps,
-        device=bench.device,
-    )
-    return [
-        {"lr": None, "schedule": "one-cycle", "seed": p.seed, "loss": p.validation["loss"], "compute": NUM_WORKERS}
-        for p in populations
-    ]

@@ -221,10 +221,9 @@ def own_entry(target: str) -> Entry:
 OWN_METHODS = ("grid", "autolr", "adamw", "nadamw", "prodigy", "mechanic", "schedule-free")
 """What is run on a task of the user's own."""
 MethodName = Literal[
-    "grid", "autolr", "adamw-grid", "adamw", "prodigy", "schedule-free", "schedule-free-grid", "d-adaptation",
-    "finder", "halving", "nadamw-grid", "nadamw", "mechanic", "dog", "schedule-free-autolr", "population",
-    "autolr-held-out", "greedy", "plateau", "adalrs", "schedule-free-plus", "muon", "step-law",
-    "autolr-adamw", "autolr-muon",
+    "grid", "autolr", "adamw-grid", "adamw", "prodigy", "schedule-free", "d-adaptation",
+    "finder", "halving", "nadamw-grid", "nadamw", "mechanic", "dog", "greedy", "plateau", "adalrs",
+    "schedule-free-plus", "muon", "step-law", "autolr-adamw", "autolr-muon",
 ]  # fmt: skip
 CALIBRATIONS: dict[str, str] = {"adamw": "adamw-grid", "nadamw": "nadamw-grid"}
 """Methods at one default for all tasks, and the grid on half A that it is chosen from."""
@@ -234,23 +233,21 @@ ADAM_DEFAULT = ("wsd", 3e-3)
 """Of the fixed learning rates of Adam that every task of half A has: the best on the mean over it, five seeds."""
 NOTHING_SET = (
     "autolr", "adam", "adamw", "nadamw", "prodigy", "d-adaptation", "mechanic", "dog", "schedule-free",
-    "schedule-free-autolr", "finder", "halving", "greedy", "plateau", "adalrs", "schedule-free-plus", "muon",
-    "step-law",
+    "finder", "halving", "greedy", "plateau", "adalrs", "schedule-free-plus", "muon", "step-law",
 )  # fmt: skip
 """One run's compute, and nothing for the user to choose."""
 OF_ANY_OPTIMIZER = ("grid", "autolr")
 PLAIN_LOOPS = ("greedy", "plateau", "adalrs", "schedule-free-plus")
 """Rivals that act on the loss of each step."""
 ONLY_ON_C = (*PLAIN_LOOPS, "muon", "step-law", "autolr-adamw", "autolr-muon")
-NOT_ON_C = ("schedule-free-grid", "schedule-free-autolr", "population", "autolr-held-out")
 LANGUAGE_MODELS = ("wikitext-gpt", "quotes", "webster")
 """Entries on which Step Law says something."""
 # What a run that is cut short should have done first: half B with what decides the target, then half A, then the rest.
 _RANKS: dict[str, int] = {
-    "adamw-grid": 0, "grid": 1, "autolr": 1, "adamw": 1, "prodigy": 1, "schedule-free": 1, "schedule-free-grid": 3,
+    "adamw-grid": 0, "grid": 1, "autolr": 1, "adamw": 1, "prodigy": 1, "schedule-free": 1,
     "d-adaptation": 3, "finder": 3, "halving": 3, "nadamw-grid": 3, "nadamw": 4, "mechanic": 4, "dog": 4,
-    "schedule-free-autolr": 4, "population": 5, "autolr-held-out": 5, "greedy": 4, "plateau": 4, "adalrs": 4,
-    "schedule-free-plus": 4, "muon": 4, "step-law": 4, "autolr-adamw": 4, "autolr-muon": 4,
+    "greedy": 4, "plateau": 4, "adalrs": 4, "schedule-free-plus": 4, "muon": 4, "step-law": 4,
+    "autolr-adamw": 4, "autolr-muon": 4,
 }  # fmt: skip
 METHODS = tuple(_RANKS)
 
@@ -287,7 +284,7 @@ def _takes(entry: Entry, method: str) -> bool:
     if method in OF_ANY_OPTIMIZER:
         return True
     if entry.half in AROUND_TORCH:
-        fits = entry.optimizer == "torch-adamw" and method not in (*CALIBRATIONS.values(), *NOT_ON_C)
+        fits = entry.optimizer == "torch-adamw" and method not in CALIBRATIONS.values()
         return fits and (method != "step-law" or entry.name in LANGUAGE_MODELS)
     calibrates = method in CALIBRATIONS.values()
     return entry.optimizer == "adam" and method not in ONLY_ON_C and (entry.half == "A" or not calibrates)

@@ -33,7 +33,6 @@ SLACK = 0.01
 FACTORS = (1.0, 1.5, 4.0)
 LABELS = {
     "autolr": "AutoLR",
-    "autolr-held-out": "AutoLR with `probe=`, weight decay learned",
     "adam": "Adam at one default",
     "adamw": "AdamW at one default",
     "nadamw": "NAdamW at one default",
@@ -42,11 +41,8 @@ LABELS = {
     "mechanic": "Mechanic",
     "dog": "DoG",
     "schedule-free": "Schedule-Free at its default",
-    "schedule-free-grid": "Schedule-Free, best of its grid",
-    "schedule-free-autolr": "Schedule-Free with AutoLR",
     "finder": "learning-rate finder, one-cycle",
     "halving": "successive halving",
-    "population": "population-based training",
     "greedy": "GreedyLR",
     "plateau": "ReduceLROnPlateau",
     "adalrs": "AdaLRS",
@@ -59,10 +55,8 @@ LABELS = {
     **{f"search-{size}": f"random search of {size}" for size in SWEEP_SIZES},
 }
 COMPUTE = {
-    "autolr-held-out": "1",
     "autolr-adamw": "1",
     "autolr-muon": "1",
-    "population": "4",
     **{f"search-{size}": str(size) for size in SWEEP_SIZES},
 }
 
@@ -126,12 +120,9 @@ def summarize(record: Record) -> TaskSummary | None:
     found = TaskSummary(record, seeds, best)
     for method in record.methods:
         conditions = record.losses(method)
-        if method in ("autolr", "autolr-held-out", "schedule-free-autolr"):
+        if method == "autolr":
             shares = [excess([losses.get(seed, math.inf) for seed in seeds], best) for losses in conditions.values()]
             found.excess[method] = [mean(column) for column in zip(*shares, strict=True)]
-        elif method == "schedule-free-grid":
-            losses = conditions[record.best(method)]
-            found.excess[method] = excess([losses[seed] for seed in seeds], best)
         elif method in LABELS:
             by_seed = {run["seed"]: run["loss"] for run in record.methods[method]}
             found.excess[method] = excess([by_seed.get(seed, math.inf) for seed in seeds], best)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hdet_lab.bench.suite import Entry
 from hdet_lab.stacked.engine import StackedModels
@@ -147,17 +146,3 @@ def thinned(points: Sequence[Any], num: int) -> list[Any]:
         return list(points)
     places = [math.floor(place * (len(points) - 1) / (num - 1) + 0.5) for place in range(num)]
     return [points[place] for place in places]
-
-
-class Whole:
-    """A task whose every replica sees the whole batch: each row as many times as there are replicas."""
-
-    def __init__(self, task: Task, num_replicas: int) -> None:
-        self._task, self._num = task, num_replicas
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def rows(self, step: int, *, seed: int = 0) -> Tensor:
-        """Dealt out like cards, so each row's copies go to different replicas."""
-        return self._task.rows(step, seed=seed).repeat_interleave(self._num)

@@ -23,7 +23,7 @@ the name of a task, whose runs are of an earlier version all the same.
 GOLDEN = Path("tests") / "golden" / "trajectories.json"
 GOLDEN_RUNS = ("AdamW", "SGD", "SGD with momentum", "updates of a fixed size", "rollback", "two ranks")
 """Those of AutoLR as the benchmark uses it: around an optimizer, with the number of steps."""
-OF_AUTOLR = ("autolr", "autolr-held-out", "schedule-free-autolr", "autolr-adamw", "autolr-muon")
+OF_AUTOLR = ("autolr", "autolr-adamw", "autolr-muon")
 MARK = "†"
 SENTENCE = f"{MARK}: runs of an earlier version of AutoLR."
 

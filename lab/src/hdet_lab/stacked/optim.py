@@ -143,14 +143,13 @@ class Muon:
     A hidden matrix is a 2-D parameter whose name is none of ``not_hidden``, nor begins with one of them. The update of
     a matrix has the size of Adam's (``adjust_lr_fn="match_rms_adamw"``), so that one learning rate serves both; with
     ``adam_share`` it is as its author has it (``"original"``), and the learning rate of everything else is this share
-    of it.
+    of it. On the CPU, which is slow at bfloat16, matrices are multiplied as they are.
 
     Args:
         momentum: of the matrices.
         betas, eps: Adam's.
         weight_decay: decoupled, of all parameters.
         not_hidden: names of embeddings and output layers, or their first parts.
-        dtype: of the Newton-Schulz iteration.
         adam_share: None for updates of the same size.
     """
 
@@ -162,14 +161,12 @@ class Muon:
         weight_decay: float = 0.0,
         *,
         not_hidden: Sequence[str] = EMBEDDINGS_AND_HEADS,
-        dtype: torch.dtype = torch.bfloat16,
         adam_share: float | None = None,
     ) -> None:
         self.momentum = momentum
         self.adam_share = adam_share
         self.decoupled_decay = weight_decay
         self.not_hidden = frozenset(not_hidden)
-        self.dtype = dtype
         self._adam = Adam(betas, eps)
 
     @property
@@ -197,7 +194,7 @@ class Muon:
         for shape in dict.fromkeys(slot.shape for slot in matrices):
             alike = [slot for slot in matrices if slot.shape == shape]
             stacked = torch.stack([update[..., slot.columns].reshape(*lead, *shape) for slot in alike])
-            orthogonal = orthogonalize(stacked.to(self.dtype)).to(update.dtype)
+            orthogonal = orthogonalize(stacked.bfloat16() if stacked.is_cuda else stacked).to(update.dtype)
             for slot, matrix in zip(alike, orthogonal, strict=True):
                 update[..., slot.columns] = matrix.flatten(-2) * self._factor(*shape)
         return update
