@@ -469,14 +469,14 @@ def finds_level(adapt: Adapt, *, step: int, lr_given: bool) -> bool:
 def _level(plan: Plan, *, step: int, shape: Sequence[float], lr_given: bool, first_lr: float) -> Level | None:
     if not finds_level(plan.adapt, step=step, lr_given=lr_given):
         return None
-    watched = plan.probe is not None
+    watched, spectral = plan.probe is not None, "muon" in type(plan.optimizer).__name__.lower()
     if not lr_given:
-        return Level(plan.total_steps, given=first_lr, watched=watched)
+        return Level(plan.total_steps, given=first_lr, watched=watched, spectral=spectral)
     peak = max(shape) if len(shape) else first_lr
     if not peak > 0:  # nothing to compare with
         return None
     warms_up = len(shape) > 0 and shape[0] < peak / 2
-    return Level(plan.total_steps, peak=peak, hint=True, warms_up=warms_up, watched=watched)
+    return Level(plan.total_steps, peak=peak, hint=True, warms_up=warms_up, watched=watched, spectral=spectral)
 
 
 # -- checks ---------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class AutoLR:
             if len(self.sizes) == 1 and 0.3 <= last / float(self.gradient.norm()) <= 8:  # SGD's, which batches change
                 self.most = 6.0 if is_sign else 2.0
             may = allowance(size, len(update), self.most)
-            if self.most > 2 and largest < 0.3 * root:  # Muon's best rate is no lower in large models
+            if "muon" in type(self.optimizer).__name__.lower():  # whose best rate is no lower in large models
                 may = max(may, min(allowance(size, len(update), self.most, 1.0), 1.0))
             delta = 0.02 * self.share * may / 2.5**steady
             self.level = delta * size / (largest + 2 * last)

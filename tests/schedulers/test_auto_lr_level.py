@@ -132,6 +132,14 @@ ALIKE = ("AdamW, foreach", "Adam", "NAdam", "SGD", "SGD, foreach", "RMSprop", "A
 """Optimizers whose updates are, to a measurement of their size, like those of another one."""
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_muon_is_known_by_its_name(name: str) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    level = AutoLR(OPTIMIZERS[name](model.parameters(), 1e-3), total_steps=100)._run.policy.level
+    assert level is not None
+    assert level.spectral == (name == "Muon")
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -172,8 +172,6 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
     kind = kind_of(updates, num_entries)
     low, high = (0.95, 0.99) if kind == "sign" else (0.75, 0.9)
     of_one_size = between(min(ratios) / max(ratios), low, high)
-    if kind == "neither" and max(ratios) < 0.3 * math.sqrt(num_entries):  # like Muon's
-        allowed = max(allowed, min(allowance_of(weights, num_entries, 6.0, 1.0), 1.0))
     lr = 0.02 * 0.4**of_one_size * allowed * share_of(s) * weights / (max(ratios) + 2 * ratios[-1])
     warms_up_itself = not s.constant and s.eta(s.max_lr[0], 0) < peak / 2
     if not s.constant and min(lr, lr / allowed) / 8 <= peak <= 8 * max(lr, lr / allowed):

@@ -32,8 +32,7 @@ of entries takes off the bound on updates at most."""
 OF_GRADIENT, OF_SIGN = (0.3, 8.0), (0.3, 1.05)
 """The first update per unit of learning rate follows the gradient, as SGD's do, where its size over the gradient's is
 between the first two, and its root mean square is not between the others, as that of Adam's. In small batches such
-updates are of very different sizes. Where all are smaller than signs, as Muon's, a large model does not take the
-allowance below 1: their best rate is no lower there."""
+updates are of very different sizes."""
 STEADY, IS_STEADY, IS_STEADY_SIGN = 2.5, (0.75, 0.9), (0.95, 0.99)
 """What the level of updates that never shrink, as Lion's and Muon's, is divided by; and of their smallest size over the
 largest one: between the two this comes to count. Adam's begin as signs as Lion's do, and where gradients agree they
@@ -125,6 +124,8 @@ class Level:
         hint: whether the peak is worth following where it is near what is found.
         warms_up: whether the schedule rises to its peak by itself.
         watched: whether losses on held-out data will be known.
+        spectral: whether updates of matrices have one spectral norm, as Muon's: the size of the model does not take the
+            allowance below 1, since their best learning rate is no lower in large models.
 
     Attributes:
         scale: what the schedule has to be multiplied by now.
@@ -146,11 +147,13 @@ class Level:
         hint: bool = False,
         warms_up: bool = False,
         watched: bool = False,
+        spectral: bool = False,
     ) -> None:
         self.warm_steps = UNKNOWN_WARM if total_steps is None else min(max(int(WARM_SHARE * total_steps), 1), MAX_WARM)
         self.size = SHARE * (1.0 if total_steps is None else min(max(SHORT_RUN / total_steps, 1.0) ** 0.5, MOST))
         """Of an update, at the level."""
         self.peak, self.given, self.hint, self.warms_up, self.watched = peak, given, hint, warms_up, watched
+        self.spectral = spectral
         self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.smallest = self.last = self.lr = self._weights = 0.0
         self.allowance, self.usual, self._usual_size = 1.0, BOUNDS[1], BOUNDS[1]
@@ -291,7 +294,7 @@ class Level:
             self.largest = max(self.largest, self.last)
             self._weights = sizes.floored
             self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
-            if self.largest < OF_SIGN[0] * root and not self.follows_gradient:
+            if self.spectral:
                 self.allowance = max(self.allowance, min(sizes.allowance(self.most, 1.0), 1.0))
             # Gradients that grow make Adam's updates up to three times as large as signs, for a while.
             self._usual_size = _bounded(sizes.usual * sizes.floored / min(self.largest, root))
@@ -334,7 +337,7 @@ class Level:
         allowance = number(found.get("caution", 1.0)) * number(found.get("room", 1.0))
         found = {"allowance": allowance, "smallest": 0.0, "watched": False, "follows_gradient": False, **found}
         found = {"started": 0, "apart_since": 0, "restarts": False, "_is_sign": False, **found}
-        found = {"usual": BOUNDS[1], "_usual_size": BOUNDS[1], **found}
+        found = {"usual": BOUNDS[1], "_usual_size": BOUNDS[1], "spectral": False, **found}
         for name in ("warm_steps", "num_tries", "started", "apart_since"):
             whole_of(found[name], name)
         for name in ("size", "peak", "given", "scale", "allowance", "usual", "_usual_size"):
@@ -343,8 +346,8 @@ class Level:
         for name in ("largest", "smallest", "last", "lr", "_probed", "_weights"):
             if not number(found[name]) >= 0:
                 raise ValueError(f"{name} of the level must be a finite number >= 0, but got {shown(found[name])}")
-        names = ("hint", "warms_up", "watched", "restarts", "found", "gave_up", "done", "follows_gradient", "_is_sign")
-        for name in names:
+        names = ("hint", "warms_up", "watched", "spectral", "restarts", "found", "gave_up", "done", "follows_gradient")
+        for name in (*names, "_is_sign"):
             flag_of(found[name], name)
         level = cls()
         vars(level).update({name: found[name] for name in vars(level)})
