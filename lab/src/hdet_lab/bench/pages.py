@@ -39,7 +39,7 @@ MIN_SHOWN = 0.4
 WHY = "why.md"
 """Beside the records: what somebody who has read them says about them, for the head of the page."""
 NEAR_FIGURE = "figures/bench-near.svg"
-SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-16"))
+SHOWN = tuple(method for method in LABELS if method not in ("search-2", "search-4", "search-16"))
 DRAWN = ("autolr", "adam", "nadamw", "schedule-free", "prodigy", "mechanic", "search-4", "search-8")
 
 _LABEL = """\
