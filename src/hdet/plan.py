@@ -130,6 +130,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         _require_type("optimizer", self.optimizer, Optimizer, "a torch.optim.Optimizer")
+        if not hasattr(self.optimizer, "_optimizer_step_pre_hooks"):
+            raise TypeError(
+                f"optimizer must have the hooks of a torch.optim.Optimizer, but {type(self.optimizer).__name__} is a "
+                "wrapper without them; pass the optimizer inside it, which is what was given to prepare() of Accelerate"
+            )
         for refused, why in REFUSED.items():
             if isinstance(self.optimizer, refused):
                 raise ValueError(f"optimizer must take one step of its learning rate in each call, but {why}")

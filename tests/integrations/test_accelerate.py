@@ -135,6 +135,16 @@ def _one_cycle() -> tuple[list[float], int]:
     return lrs, len(scheduler.history)
 
 
+def test_a_prepared_optimizer_is_refused_by_its_name_and_stays_as_it_was() -> None:
+    from accelerate import Accelerator
+
+    inside = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+    prepared = Accelerator(cpu=True).prepare_optimizer(inside)
+    with pytest.raises(TypeError, match="AcceleratedOptimizer is a wrapper without them; pass the optimizer inside it"):
+        AutoLR(prepared, total_steps=100)
+    AutoLR(inside, total_steps=100)
+
+
 def test_one_cycle_steps_once_too() -> None:
     (first, rounds), (second, _) = launch(_one_cycle, 2, timeout_s=150)
     assert rounds == 2
