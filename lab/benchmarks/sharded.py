@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from hdet import AutoLR, __version__
 from hdet.launch import ReplicaError, launch
 from hdet_lab.runs import provenance
+from hdet_lab.runs.code_hash import code_sha256
 from overhead import GPT
 
 SAVE_EVERY = 50
@@ -109,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     record: dict[str, Any] = {"hdet": __version__, "torch": torch.__version__, "runs": []}
     record |= {name: getattr(args, name) for name in (*defaults, "device")}
-    record["git_commit"] = provenance.git_commit()
+    record |= {"git_commit": provenance.git_commit(), "code_sha256": code_sha256()}
 
     def add(name: str, result: dict[str, Any]) -> None:
         record["runs"].append({"name": name, "seed": args.seed, **result})
