@@ -272,3 +272,16 @@ def test_reset_forgets_host_and_device() -> None:
     assert meter.drain() == (0.0, 0.0)
     meter.observe(torch.tensor(4.0))
     assert meter.drain() == (4.0, 1.0)
+
+
+@given(st.lists(losses, max_size=20), st.data())
+def test_reading_the_sums_or_going_on_from_them_changes_no_bit(values: list[float], data: st.DataObject) -> None:
+    meter, read, continued = LossMeter(), LossMeter(), LossMeter()
+    for value in values:
+        for each in (meter, read, continued):
+            each.observe(torch.tensor(value, dtype=torch.float64))
+        if data.draw(st.booleans()):
+            sums = read.drain()
+            continued = LossMeter()
+            continued.reset(*sums)
+    assert meter.drain() == read.drain() == continued.drain()

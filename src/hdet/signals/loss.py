@@ -14,13 +14,31 @@ from hdet.checks import shown
 Loss = Tensor | float
 
 
+class Sum:
+    """Of numbers that are on the host or on devices, in the order in which they come."""
+
+    def __init__(self, host: float = 0.0) -> None:
+        self.host = host
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """To add to. What was summed on the host goes on there."""
+        found = self._on_device.get(device)
+        if found is None:
+            dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+            found = self._on_device[device] = torch.full((), self.host, dtype=dtype, device=device)
+            self.host = 0.0
+        return found
+
+    def read(self) -> float:
+        return self.host + sum(found.item() for found in self._on_device.values())
+
+
 class LossMeter:
     """Weighted sum of a replica's losses. Nothing here waits for a device until :meth:`drain`."""
 
     def __init__(self) -> None:
-        self.total = 0.0
-        self.weight = 0.0
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.reset()
 
     def observe(self, loss: Loss, weight: Loss = 1.0) -> None:
         """Add one loss: a tensor with a single float, or a number."""
@@ -30,10 +48,10 @@ class LossMeter:
             if loss.is_meta or loss.layout is not torch.strided:
                 require_scalar(loss, "loss")
             if loss.is_cpu:  # there is nothing to wait for
-                self.total += loss.item()
+                self.total.host += loss.item()
             else:
-                self._accumulator(loss.device)[0].add_(loss.detach())
-            self.weight += 1.0
+                self.total.on(loss.device).add_(loss.detach())
+            self.weight.host += 1.0
             return
         if isinstance(weight, Tensor):
             weight = _scalar(weight, "weight")
@@ -53,42 +71,28 @@ class LossMeter:
         if not isinstance(weight, Tensor):
             weight = _as_float(weight, "weight")
         if isinstance(loss, Tensor):
-            total = self._accumulator(loss.device)[0]
+            total = self.total.on(loss.device)
             total.add_(loss.to(total.dtype) * weight)
         elif isinstance(weight, Tensor):
-            total = self._accumulator(weight.device)[0]
+            total = self.total.on(weight.device)
             total.add_(weight.to(total.dtype) * loss)
         else:
-            self.total += loss * weight
+            self.total.host += loss * weight
         if isinstance(weight, Tensor):
-            self._accumulator(weight.device)[1].add_(weight)
+            self.weight.on(weight.device).add_(weight)
         else:
-            self.weight += weight
+            self.weight.host += weight
 
     def drain(self) -> tuple[float, float]:
-        """Move what the devices hold into the host sums and return them. The one place that waits.
+        """The sums so far. The one place that waits.
 
-        Draining moves the sums rather than copying them, so that a run which was saved here and one which goes on
-        add the following losses in the same order and stay equal to the last bit.
+        They stay where they are, and those of a state go on there: so a run that goes on, one that was saved here and
+        one that was not add all losses in the same order and stay equal to the last bit.
         """
-        for total, weight in self._on_device.values():
-            self.total += total.item()
-            self.weight += weight.item()
-            total.zero_()
-            weight.zero_()
-        return self.total, self.weight
+        return self.total.read(), self.weight.read()
 
     def reset(self, total: float = 0.0, weight: float = 0.0) -> None:
-        self._on_device.clear()
-        self.total, self.weight = total, weight
-
-    def _accumulator(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        sums = self._on_device.get(device)
-        if sums is None:
-            dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-            sums = (torch.zeros((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device))
-            self._on_device[device] = sums
-        return sums
+        self.total, self.weight = Sum(total), Sum(weight)
 
 
 def require_scalar(value: Tensor, name: str) -> None:
