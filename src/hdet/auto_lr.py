@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
+from hdet.beside import refuse_second
 from hdet.checks import as_int, require, require_one_of, whole_of
 from hdet.found import Found
 from hdet.notices import tell
@@ -40,7 +41,7 @@ from hdet.schedule import (
     length_of,
     shape_of,
 )
-from hdet.scheduler import STATE_VERSION, Scheduler, cannot_load, check_version, refuse_second
+from hdet.scheduler import STATE_VERSION, Scheduler, cannot_load, check_version
 from hdet.signals.held_out import Probe
 from hdet.signals.loss import Loss
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.beside import is_muon
 from hdet.checks import as_int, number, require
 from hdet.controllers import Controller, EvidenceController, LevelController
 from hdet.controllers.groups import GroupController
@@ -253,8 +254,7 @@ class Plan:
         if level is not None and level.hint and not shows:
             level = None  # the schedule as it is
         if level is not None:
-            num_ranks = replicas.count * replicas.num_parts
-            signals.append(UpdateSize(num_ranks=num_ranks, stride=stride_of(None, optimizer)))
+            signals.append(UpdateSize.of(weights))
         steering = Steering(
             num_knobs=max(knob_of_group) + 1,
             num_replicas=replicas.count if differs else 1,
@@ -474,7 +474,7 @@ def finds_level(adapt: Adapt, *, step: int, lr_given: bool) -> bool:
 def _level(plan: Plan, *, step: int, shape: Sequence[float], lr_given: bool, first_lr: float) -> Level | None:
     if not finds_level(plan.adapt, step=step, lr_given=lr_given):
         return None
-    watched, spectral = plan.probe is not None, "muon" in type(plan.optimizer).__name__.lower()
+    watched, spectral = plan.probe is not None, is_muon(plan.optimizer)
     if not lr_given:
         return Level(plan.total_steps, given=first_lr, watched=watched, spectral=spectral)
     peak = max(shape) if len(shape) else first_lr

@@ -512,8 +512,7 @@ class Run:
         self.policy.load_state_dict(state)  # checks everything before it changes anything
         if self.policy.level is not None and not any(isinstance(signal, UpdateSize) for signal in self.signals):
             # Made around a schedule that had been loaded already, or without a level: the state has one.
-            num_ranks_now = self.replicas.count * self.replicas.num_parts
-            self.signals += (UpdateSize(num_ranks=num_ranks_now, stride=stride_of(None, self.optimizer)),)
+            self.signals += (UpdateSize.of(self.weights),)
         self.steering.set_bounds(self.replication.restart_knobs(state))
         self.replication.load_state_dict(state, step=step)
         if self.undo is not None:

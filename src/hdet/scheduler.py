@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hdet.beside import register
 from hdet.checks import as_int, shown
 from hdet.found import Found
 from hdet.history import RoundRecord
@@ -39,8 +40,6 @@ FAR = 30.0
 
 WINDOW = 8
 """A GradScaler skips a step now and then, hundreds apart; a loop over micro-batches every second one at least."""
-
-_schedulers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Scheduler]] = weakref.WeakKeyDictionary()
 
 
 class Scheduler:
@@ -323,7 +322,7 @@ class Scheduler:
         self._run = run
         self._checks = LoopChecks(type(self).__name__, optimizer)
         this = weakref.ref(self)
-        _schedulers[optimizer] = this
+        register(optimizer, this)
         in_charge = False
 
         def look(_: Optimizer, state: Any) -> None:
@@ -466,25 +465,6 @@ class Scheduler:
                     f"the learning rate must be left to {name}, which set it to {float(mine):g} in param group {k}, "
                     f"but found {float(lr):g}: another scheduler, or a line of the loop, has changed it. {self._advice}"
                 )
-
-
-def refuse_second(optimizer: Optimizer) -> None:
-    """Raise where this optimizer has a scheduler of ours already: both would converge, and write learning rates."""
-    if _working_on(optimizer) is not None:
-        gc.collect()  # it may be garbage already
-    if (other := _working_on(optimizer)) is not None:
-        name = type(other).__name__
-        raise ValueError(
-            f"optimizer must have one scheduler of hdet, but it has {name} already, at step {other.last_epoch}; pass "
-            f"knobs= to that one to explore more, call its finish() to end it, or drop it first (`del`) to replace it"
-        )
-
-
-def _working_on(optimizer: Optimizer) -> Any:
-    other: Any = _schedulers.get(optimizer, lambda: None)()
-    if other is None or other._run.finished or other.last_epoch == other.total_steps:
-        return None
-    return other
 
 
 class Before:

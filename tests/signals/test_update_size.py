@@ -135,7 +135,7 @@ def test_empty_parameters_do_no_harm() -> None:
     found, expected = measured(torch.optim.SGD(parameters((0, 3), (4,)), lr=0.1))
     assert_allclose(found, expected, rtol=1e-5)
     found, _ = measured(torch.optim.SGD(parameters((0,)), lr=0.1))
-    assert found == (0.0, 0.0, 0.0, 0.0)
+    assert found == (0.0,) * 6
 
 
 # -- when -----------------------------------------------------------------------------------------------------------

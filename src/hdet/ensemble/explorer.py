@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hdet.beside import refuse_second
 from hdet.checks import require_one_of, whole_of
 from hdet.ensemble.controllers import JointController
 from hdet.ensemble.generations import Tail, check_long, last_decision, long_averaging, long_panel
@@ -24,7 +25,7 @@ from hdet.plan import Gradients, Plan, SignalName
 from hdet.policy.steering import Panel
 from hdet.run import LearningRates
 from hdet.schedule import lrs_of, write_lr
-from hdet.scheduler import STATE_VERSION, Scheduler, cannot_load, check_version, refuse_second
+from hdet.scheduler import STATE_VERSION, Scheduler, cannot_load, check_version
 from hdet.signals.base import Signal
 from hdet.signals.held_out import Probe
 from hdet.weights.averaged import Weights

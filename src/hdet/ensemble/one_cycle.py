@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from hdet.beside import refuse_second
 from hdet.checks import as_int, is_flag, is_whole, mapping_of, number, require, require_one_of, shown
 from hdet.ensemble.controllers import PaperController
 from hdet.ensemble.knobs import Momentum
@@ -24,7 +25,7 @@ from hdet.options import Adapt, Copies, Faults
 from hdet.plan import Plan
 from hdet.run import LearningRates, Run
 from hdet.schedule import LRS, MAX_LR, MOMENTA, check_one_cycle_state, follow_momentum, with_groups, write_lr
-from hdet.scheduler import STATE_VERSION, Scheduler, cannot_load, check_version, refuse_second
+from hdet.scheduler import STATE_VERSION, Scheduler, cannot_load, check_version
 from hdet.signals.held_out import Probe
 
 DecayKind = Literal["schedule", "floor", "printed"]

@@ -82,16 +82,36 @@ class Sizes(NamedTuple):
         update: of what the step has added.
         gradient: before the step.
         num: of entries.
+        others, num_others: of the weights that optimizers of another kind train of the same model.
     """
 
     weights: float
     update: float
     gradient: float
     num: float
+    others: float = 0.0
+    num_others: float = 0.0
+
+    @property
+    def num_model(self) -> float:
+        """Entries of the whole model."""
+        return max(self.num + self.num_others, 1.0)
+
+    @property
+    def like_model(self) -> float:
+        """The weights, if their root mean square were that of the whole model."""
+        if not self.num_others:
+            return self.weights
+        return math.hypot(self.weights, self.others) * math.sqrt(self.num / self.num_model)
+
+    @property
+    def counted(self) -> float:
+        """The size that they count with."""
+        return max(self.like_model, SMALLEST * math.sqrt(self.num))
 
     @property
     def floored(self) -> float:
-        """The size that the weights count with."""
+        """The same of the weights as they are."""
         return max(self.weights, SMALLEST * math.sqrt(self.num))
 
     @property
@@ -102,14 +122,18 @@ class Sizes(NamedTuple):
     @property
     def usual(self) -> float:
         """What the best learning rate's first updates are usually of, beside :data:`SHARE`; no less in large models."""
-        num = max(self.num, 1.0)
-        by_weights = math.pow(max(self.floored / math.sqrt(num), 1e-30) / USUAL_WEIGHTS, USUAL_WEIGHTS_POWER)
+        root, num = self._root, self.num_model
+        by_weights = math.pow(max(root, 1e-30) / USUAL_WEIGHTS, USUAL_WEIGHTS_POWER)
         return by_weights * max(math.pow(num / LARGE_MODEL, USUAL_SIZE_POWER), 1.0)
+
+    @property
+    def _root(self) -> float:
+        return self.counted / math.sqrt(max(self.num, 1.0))
 
     def allowance(self, most: float, least_size: float = 0.0) -> float:
         """What a step may do beside one of a model of 3M entries with weights of the usual size; at most ``most``."""
-        num = max(self.num, 1.0)
-        by_weights = math.pow(max(self.floored / math.sqrt(num), 1e-30) / USUAL_WEIGHTS, WEIGHTS_POWER)
+        num = self.num_model
+        by_weights = math.pow(max(self._root, 1e-30) / USUAL_WEIGHTS, WEIGHTS_POWER)
         by_size = math.pow(num / LARGE_MODEL, SIZE_POWER * (BEYOND if num > LARGE_MODEL else 1.0))
         return min(max(by_weights * max(by_size, least_size), LEAST), most)
 
@@ -156,7 +180,7 @@ class Level:
         self.spectral = spectral
         self.scale = _bounded(PROBE_LR / peak)
         self.largest = self.smallest = self.last = self.lr = self._weights = 0.0
-        self.allowance, self.usual, self._usual_size = 1.0, BOUNDS[1], BOUNDS[1]
+        self.allowance, self.usual, self._usual_size, self._part = 1.0, BOUNDS[1], BOUNDS[1], 1.0
         self.num_tries = self.started = self.apart_since = 0
         self.found = self.gave_up = self.done = self.follows_gradient = self._is_sign = False
         self.restarts = True
@@ -292,21 +316,23 @@ class Level:
                 )
             self.smallest = min(self.smallest, self.last) if self.largest else self.last
             self.largest = max(self.largest, self.last)
-            self._weights = sizes.floored
+            self._weights, self._part = sizes.counted, sizes.num / sizes.num_model
             self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
             if self.spectral:
                 self.allowance = max(self.allowance, min(sizes.allowance(self.most, 1.0), 1.0))
             # Gradients that grow make Adam's updates up to three times as large as signs, for a while.
-            self._usual_size = _bounded(sizes.usual * sizes.floored / min(self.largest, root))
+            self._usual_size = _bounded(sizes.usual * sizes.counted / min(self.largest, root))
 
     def _say(self) -> str:
         if self.gave_up:
             return ""
         if not self.hint:
             first = self.lr * self._unroomed
+            change = f"at which a step changes the weights by about {first * self.last / self._weights:.1%}"
+            if self._part < 1:
+                change = f"as for the whole model, of which this optimizer trains {self._part:.1%}"
             return (
-                f"the learning rate starts from {first:.3g}, at which a step changes the weights by about "
-                f"{first * self.last / self._weights:.1%}"
+                f"the learning rate starts from {first:.3g}, {change}"
                 + (f", and reaches {self.lr:.3g} at step {self._until}" if first < self.lr else "")
             )
         if self.follows_hint:
@@ -337,10 +363,10 @@ class Level:
         allowance = number(found.get("caution", 1.0)) * number(found.get("room", 1.0))
         found = {"allowance": allowance, "smallest": 0.0, "watched": False, "follows_gradient": False, **found}
         found = {"started": 0, "apart_since": 0, "restarts": False, "_is_sign": False, **found}
-        found = {"usual": BOUNDS[1], "_usual_size": BOUNDS[1], "spectral": False, **found}
+        found = {"usual": BOUNDS[1], "_usual_size": BOUNDS[1], "spectral": False, "_part": 1.0, **found}
         for name in ("warm_steps", "num_tries", "started", "apart_since"):
             whole_of(found[name], name)
-        for name in ("size", "peak", "given", "scale", "allowance", "usual", "_usual_size"):
+        for name in ("size", "peak", "given", "scale", "allowance", "usual", "_usual_size", "_part"):
             if not number(found[name]) > 0:
                 raise ValueError(f"{name} of the level must be a finite number > 0, but got {shown(found[name])}")
         for name in ("largest", "smallest", "last", "lr", "_probed", "_weights"):
@@ -361,7 +387,7 @@ def beside_weights(sizes: Sizes, level: Level | None) -> tuple[float, float]:
     """
     most, more = (MOST_ROOM, 1.0) if level is None else (level.most, level.size / SHARE)
     allowance = sizes.allowance(most, LEAST_SIZE)
-    return sizes.update / max(sizes.weights, 1e-300) / allowance / more, min(allowance / 3, 1.0)
+    return sizes.update / max(sizes.like_model, 1e-300) / allowance / more, min(allowance / 3, 1.0)
 
 
 def _bounded(value: float) -> float:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hdet.beside import trained_beside
 from hdet.checks import FloatArray
 from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
 from hdet.replicas.sharding import doubled, local_tensors, shares_of
 from hdet.signals.base import Reading, Signal
-from hdet.weights.anchor import Columns, columns_of
+from hdet.weights.anchor import Columns, columns_of, stride_of
+from hdet.weights.averaged import Weights
 
-NOTHING = torch.full((4,), math.nan, dtype=torch.float64)
+NOTHING = torch.full((6,), math.nan, dtype=torch.float64)
 
 
 class UpdateSize(Signal):
@@ -27,28 +30,45 @@ class UpdateSize(Signal):
     Args:
         num_ranks: ranks whose sums :meth:`share` adds up.
         stride: measure one entry in so many.
+        others: finds what other optimizers train of the same model; called once, in the first step that is measured.
     """
 
     name = "update_size"
     compares = False
     only_at_end = True  # another thread may save a state while the optimizer is in the middle of its step
 
-    def __init__(self, *, num_ranks: int, stride: int = 1) -> None:
+    def __init__(
+        self, *, num_ranks: int, stride: int = 1, others: Callable[[], Sequence[Tensor]] | None = None
+    ) -> None:
         self.num_ranks = num_ranks
         self.stride = stride
+        self._find_others = others
+        self._others: Sequence[Tensor] | None = None
         self._before: list[tuple[Tensor, Columns | None, Tensor]] = []
         """Of each parameter that is measured: it, what is kept of it, and that as it was before the step."""
         self._gradients: Tensor | None = None
         self._wants_gradient = True
         self._sums = NOTHING
-        """Of weights, update, gradient and entries in the step, on their way."""
+        """Of weights, update, gradient and entries in the step, and weights and entries of others, on their way."""
         self._found: Sizes | None = None
+
+    @classmethod
+    def of(cls, weights: Weights) -> UpdateSize:
+        """For what this optimizer trains, beside what others do."""
+        optimizer, replicas = weights.optimizer, weights.replicas
+        return cls(
+            num_ranks=replicas.count * replicas.num_parts,
+            stride=stride_of(None, optimizer),
+            others=partial(trained_beside, optimizer, weights.model),
+        )
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
         self._before, self._gradients, self._sums = [], None, NOTHING
         if not self.ends_round:
             return
+        if self._others is None:
+            self._others = self._find_others() if self._find_others is not None else []
         moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         moving = [p for p in moving if p.is_floating_point() or p.is_complex()]
         columns = [columns_of(p, self.stride) for p in moving]
@@ -75,15 +95,27 @@ class UpdateSize(Signal):
         known = [kept_shares, shares, [copy.numel() for copy in before]]
         kept, whole, sizes = torch.tensor(known, dtype=torch.float64).to(rows[0].device, non_blocking=True)
         of_gradients = torch.zeros_like(whole) if gradients is None else gradients * whole
-        self._sums = torch.stack([rows[0] * kept, rows[1] * kept, of_gradients, kept * sizes]).sum(1)
+        sums = torch.stack([rows[0] * kept, rows[1] * kept, of_gradients, kept * sizes]).sum(1)
+        self._sums = torch.cat([sums, self._measure_others(sums)])
+
+    def _measure_others(self, beside: Tensor) -> Tensor:
+        """Squares and number of the others' entries, of this rank."""
+        if not self._others:
+            return beside.new_zeros(2)
+        parts, shares = local_tensors(self._others), shares_of(self._others, self.num_ranks)
+        known = torch.tensor([shares, [part.numel() for part in parts]], dtype=torch.float64)
+        whole, sizes = known.to(beside.device, non_blocking=True)
+        return torch.stack([squares(parts).to(beside.device) * whole, whole * sizes]).sum(1)
 
     @torch.no_grad()
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
         """Add up what ranks have measured; a collective, and it waits for the device."""
         found, self._sums = replicas.sum_(self._sums.to(replicas.device, copy=True)).tolist(), NOTHING
         if not math.isnan(found[0]):
-            weights, update, gradient, num = found
-            self._found = Sizes(math.sqrt(weights), _root(update), _root(gradient), num)
+            weights, update, gradient, num, others, num_others = found
+            self._found = Sizes(
+                math.sqrt(weights), _root(update), _root(gradient), num, math.sqrt(others), num_others
+            )
             # What it is for: to guess the size of an update, until one was more than rounding.
             self._wants_gradient = not self._found.is_measurable
 

@@ -208,6 +208,11 @@ def buffers_beside(parameters: Iterable[Tensor]) -> list[Tensor]:
 
     Their order depends on the models and the parameters alone.
     """
+    return list({id(b): b for root in models_of(parameters) for b in root.buffers()}.values())
+
+
+def models_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The models that have any of these parameters, found among all that this process holds."""
     wanted = {id(p): place for place, p in enumerate(parameters)}
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
     found = {id(m) for m in modules if any(id(p) in wanted for p in m.parameters(recurse=False))}
@@ -218,7 +223,7 @@ def buffers_beside(parameters: Iterable[Tensor]) -> list[Tensor]:
     inner = {id(child) for m in modules if id(m) in found for child in m.children()}
     roots = [m for m in modules if id(m) in found and id(m) not in inner]
     roots.sort(key=lambda m: min(wanted.get(id(p), len(wanted)) for p in m.parameters()))
-    return list({id(b): b for root in roots for b in root.buffers()}.values())
+    return roots
 
 
 def identity_of(parameter: Tensor) -> int:
