@@ -1,4 +1,4 @@
-"""Which optimizers of this process have a scheduler of ours: one has one, and several may train parts of one model."""
+"""Which optimizers of this process have a scheduler of ours: each has one, and two may train parts of one model."""
 
 from __future__ import annotations
 
@@ -31,32 +31,23 @@ def refuse_second(optimizer: Optimizer) -> None:
         )
 
 
-def trained_beside(optimizer: Optimizer, model: nn.Module | None) -> list[Tensor]:
-    """What optimizers of another kind train, under schedulers of ours, of the models that this one trains a part of.
-
-    Those of one kind may well train models of their own, as in a GAN. Muon counts for others, and for itself has no
-    others: the size of the model is not what its learning rate goes by.
-    """
+def trained_by_muon(optimizer: Optimizer, model: nn.Module | None) -> list[Tensor]:
+    """What Muon trains, under a scheduler of ours, of the models that this optimizer trains the rest of."""
     if is_muon(optimizer):
         return []
-    groups = [group for other in list(_schedulers) if _is_other(other, optimizer) for group in other.param_groups]
+    muons = [other for other in list(_schedulers) if is_muon(other) and _working_on(other) is not None]
+    groups = [group for muon in muons for group in muon.param_groups]
     found = {identity_of(p): p for group in groups for p in group["params"] if p.requires_grad}
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    if found:
-        models = models_of(own) if model is None else [model]
-        in_models = {identity_of(p) for each in models for p in each.parameters()} - {identity_of(p) for p in own}
-        found = {key: p for key, p in found.items() if key in in_models}
-    return list(found.values())
+    if not found:
+        return []
+    models = [model] if model is not None else models_of(p for group in optimizer.param_groups for p in group["params"])
+    in_models = {identity_of(p) for each in models for p in each.parameters()}
+    return [p for key, p in found.items() if key in in_models]
 
 
 def is_muon(optimizer: Optimizer) -> bool:
     """Whether updates of matrices have one spectral norm: known by the name, since sizes of updates do not tell."""
     return "muon" in type(optimizer).__name__.lower()
-
-
-def _is_other(other: Optimizer, optimizer: Optimizer) -> bool:
-    alike = isinstance(other, type(optimizer)) or isinstance(optimizer, type(other))
-    return not alike and _working_on(other) is not None
 
 
 def _working_on(optimizer: Optimizer) -> Any:

@@ -37,7 +37,7 @@ from hdet.signals.base import Reading, Signal
 from hdet.signals.gradient import drop_nonfinite
 from hdet.signals.loss import Loss, LossMeter
 from hdet.signals.update_size import UpdateSize
-from hdet.weights.anchor import Anchor, stride_of, tensors_of
+from hdet.weights.anchor import Anchor, tensors_of
 from hdet.weights.averaged import Weights
 from hdet.weights.snapshot import Best, Undo
 

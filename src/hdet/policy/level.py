@@ -82,7 +82,7 @@ class Sizes(NamedTuple):
         update: of what the step has added.
         gradient: before the step.
         num: of entries.
-        others, num_others: of the weights that optimizers of another kind train of the same model.
+        others, num_others: of the weights that Muon trains beside this optimizer, of the same model.
     """
 
     weights: float
@@ -149,7 +149,7 @@ class Level:
         warms_up: whether the schedule rises to its peak by itself.
         watched: whether losses on held-out data will be known.
         spectral: whether updates of matrices have one spectral norm, as Muon's: the size of the model does not take the
-            allowance below 1, since their best learning rate is no lower in large models.
+            allowance below 1, since their best learning rate is no lower in large models. Nor does it beside Muon.
 
     Attributes:
         scale: what the schedule has to be multiplied by now.
@@ -318,7 +318,7 @@ class Level:
             self.largest = max(self.largest, self.last)
             self._weights, self._part = sizes.counted, sizes.num / sizes.num_model
             self.allowance = sizes.allowance(MOST_WARY if self.watched else self.most)
-            if self.spectral:
+            if self.spectral or sizes.num_others:
                 self.allowance = max(self.allowance, min(sizes.allowance(self.most, 1.0), 1.0))
             # Gradients that grow make Adam's updates up to three times as large as signs, for a while.
             self._usual_size = _bounded(sizes.usual * sizes.counted / min(self.largest, root))
@@ -331,9 +331,8 @@ class Level:
             change = f"at which a step changes the weights by about {first * self.last / self._weights:.1%}"
             if self._part < 1:
                 change = f"as for the whole model, of which this optimizer trains {self._part:.1%}"
-            return (
-                f"the learning rate starts from {first:.3g}, {change}"
-                + (f", and reaches {self.lr:.3g} at step {self._until}" if first < self.lr else "")
+            return f"the learning rate starts from {first:.3g}, {change}" + (
+                f", and reaches {self.lr:.3g} at step {self._until}" if first < self.lr else ""
             )
         if self.follows_hint:
             if self.lr >= self.peak:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hdet.beside import trained_beside
+from hdet.beside import trained_by_muon
 from hdet.checks import FloatArray
 from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
@@ -30,7 +30,7 @@ class UpdateSize(Signal):
     Args:
         num_ranks: ranks whose sums :meth:`share` adds up.
         stride: measure one entry in so many.
-        others: finds what other optimizers train of the same model; called once, in the first step that is measured.
+        others: finds what Muon trains of the same model; called once, in the first step that is measured.
     """
 
     name = "update_size"
@@ -59,7 +59,7 @@ class UpdateSize(Signal):
         return cls(
             num_ranks=replicas.count * replicas.num_parts,
             stride=stride_of(None, optimizer),
-            others=partial(trained_beside, optimizer, weights.model),
+            others=partial(trained_by_muon, optimizer, weights.model),
         )
 
     @torch.no_grad()
@@ -113,9 +113,7 @@ class UpdateSize(Signal):
         found, self._sums = replicas.sum_(self._sums.to(replicas.device, copy=True)).tolist(), NOTHING
         if not math.isnan(found[0]):
             weights, update, gradient, num, others, num_others = found
-            self._found = Sizes(
-                math.sqrt(weights), _root(update), _root(gradient), num, math.sqrt(others), num_others
-            )
+            self._found = Sizes(math.sqrt(weights), _root(update), _root(gradient), num, math.sqrt(others), num_others)
             # What it is for: to guess the size of an update, until one was more than rounding.
             self._wants_gradient = not self._found.is_measurable
 
