@@ -28,7 +28,7 @@ from hdet_lab.tasks import load_task
 from hdet_lab.tasks.base import Task
 
 TASKS = ("hyphens", "colours", "sorting", "glosses", "lemmas", "phonemes", "clusters", "mazes")
-FROM_MODEL = update_size.trained_by_muon
+FROM_MODEL = vars(update_size)["trained_by_muon"]
 
 
 def train(task: Task, steps: int, seed: int, rest: str) -> dict[str, Any]:
@@ -37,8 +37,9 @@ def train(task: Task, steps: int, seed: int, rest: str) -> dict[str, Any]:
     outer = set(outer_matrices(model))
     hidden = {name: p for name, p in model.named_parameters() if p.ndim == 2 and not {name, name.split(".")[0]} & outer}
     others = [p for name, p in model.named_parameters() if name not in hidden]
-    muon, adamw = torch.optim.Muon(hidden.values()), torch.optim.AdamW(others)
-    update_size.trained_by_muon = (lambda *_: []) if rest == "own" else FROM_MODEL
+    muon: torch.optim.Optimizer = torch.optim.Muon(hidden.values())
+    adamw = torch.optim.AdamW(others)
+    vars(update_size)["trained_by_muon"] = (lambda *_: []) if rest == "own" else FROM_MODEL
     schedulers: list[Any] = [AutoLR(muon, total_steps=steps)]
     shape, _, lr = rest.partition(":")
     schedulers.append(make_schedule(shape, adamw, float(lr), steps) if lr else AutoLR(adamw, total_steps=steps))

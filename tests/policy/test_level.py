@@ -24,6 +24,7 @@ from hdet.policy.level import (
     UNKNOWN_WARM,
     Level,
     Sizes,
+    beside_weights,
 )  # fmt: skip
 
 Unit = Callable[[int], float]
@@ -265,6 +266,33 @@ def test_the_size_of_the_model_does_not_take_muons_level_down(weights: float, sp
     assert level.allowance == pytest.approx(allowance)
 
 
+@pytest.mark.parametrize(("own", "others", "allowance"), [
+    ((3e4, 0.06), (2.97e6, 0.06), 1.0),  # as of 3M parameters
+    ((1e5, 0.5), (2.9e6, 0.02), (math.sqrt((1 * 0.25 + 29 * 0.0004) / 30) / 0.06) ** -0.75),  # gains of 1 among them
+    ((1e5, 0.06), (2e5, 0.06), 10**0.4),
+    ((1e5, 0.06), (3e8, 0.06), 1.0),  # the size takes nothing off, as with Muon
+    ((1e5, 0.12), (3e8, 0.12), 2**-0.75),
+])  # fmt: skip
+def test_beside_muon_the_level_is_that_of_the_whole_model(
+    own: tuple[float, float], others: tuple[float, float], allowance: float
+) -> None:
+    (num, size), (num_others, size_others) = own, others
+    whole = num + num_others
+    size_of_all = math.sqrt((num * size**2 + num_others * size_others**2) / whole)
+    level = Level(1000)
+    for step in range(1, 101):
+        rate = level.scale * level.share(step - 1)
+        unit = math.sqrt(num) * (1.0 if step < 9 else 0.5)  # signs, then noise that averages out
+        found = (size * math.sqrt(num), rate * unit, 1e-9, num, size_others * math.sqrt(num_others), num_others)
+        level.update(step, Sizes(*found), rate, 1.0)
+    assert level.allowance == pytest.approx(allowance)
+    assert level.lr == pytest.approx(SHARE * allowance * size_of_all / (1 + 2 * 0.5))
+    beside = (size_of_all / 0.06) ** -0.87 * max((whole / 3e6) ** -0.55, 1.0)
+    assert level.usual == pytest.approx(1.6 * 0.02 * beside * size_of_all)
+    update = beside_weights(Sizes(*found), level)[0]
+    assert update == pytest.approx(rate * 0.5 / size_of_all / max(Sizes(*found).allowance(6.0, 0.3), 1 / 3))
+
+
 def test_nothing_is_usual_where_updates_follow_the_gradient() -> None:
     level = Level(1000)
     for _ in trained(level, KINDS["SGD with momentum"], 100, gradient=5.0):
@@ -290,7 +318,7 @@ def test_updates_that_follow_the_gradient_begin_smaller(unit: float, num: float,
 def test_a_state_of_an_earlier_version_has_no_allowance(parts: dict[str, float], allowance: float) -> None:
     state = {**Level(1000).state_dict(), **parts}
     later = ("allowance", "smallest", "watched", "follows_gradient", "started", "restarts", "apart_since")
-    for name in (*later, "usual", "_usual_size", "_is_sign", "spectral"):
+    for name in (*later, "usual", "_usual_size", "_is_sign", "spectral", "_part"):
         del state[name]
     loaded = Level.from_state(state)
     assert loaded is not None

@@ -29,6 +29,7 @@ ROOMS = (
     {"replication"},
     {"sinks", "testing", "found"},
     {"signals"},
+    {"beside"},
     {"options"},
     {"weights"},
     {"replicas"},

@@ -138,6 +138,26 @@ def test_empty_parameters_do_no_harm() -> None:
     assert found == (0.0,) * 6
 
 
+def test_what_others_train_is_measured_beside_it() -> None:
+    own, *others = parameters((30, 20), (40, 8), (5,))
+    asked = []
+    signal = UpdateSize(num_ranks=1, others=lambda: asked.append(1) or others)  # type: ignore[func-returns-value]
+    optimizer = torch.optim.SGD([own], lr=0.1)
+    for factor in (1.0, 3.0):  # they train, too
+        signal.ends_round = True
+        signal.before_step(optimizer)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_mul_(list[Tensor](others), factor)
+        signal.launch()
+        signal.share(Replicas(None), NOTHING)
+        found = signal.drain().sizes
+        assert found is not None
+        assert (found.num, found.num_others) == (600, 325)
+        assert found.others == pytest.approx(norm([dense(p) for p in others]))
+    assert asked == [1]
+
+
 # -- when -----------------------------------------------------------------------------------------------------------
 
 
