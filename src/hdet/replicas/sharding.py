@@ -166,10 +166,11 @@ def expanded_dims(tensor: Tensor) -> list[int]:
 
 def num_parameters(optimizer: Optimizer, *, whole: bool = False) -> float:
     """Of a rank's even share, which is the same on all ranks where their own differ; or of the ``whole`` model."""
-    total = 0.0
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            found = sharding(p)
-            size = p.numel() if found is None else found.shape.numel()
-            total += size if whole else size / num_shards(p)
-    return total
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return sum(whole_size(p) / (1 if whole else num_shards(p)) for p in parameters)
+
+
+def whole_size(parameter: Tensor) -> float:
+    """Entries of a parameter, of which a rank may have a part."""
+    found = sharding(parameter)
+    return float(parameter.numel() if found is None else found.shape.numel())

@@ -14,12 +14,12 @@ from hdet.beside import trained_by_muon
 from hdet.checks import FloatArray
 from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import doubled, local_tensors, shares_of
+from hdet.replicas.sharding import doubled, local_tensors, shares_of, whole_size
 from hdet.signals.base import Reading, Signal
 from hdet.weights.anchor import Columns, columns_of, stride_of
 from hdet.weights.averaged import Weights
 
-NOTHING = torch.full((6,), math.nan, dtype=torch.float64)
+NOTHING = torch.full((5,), math.nan, dtype=torch.float64)
 
 
 class UpdateSize(Signal):
@@ -49,7 +49,7 @@ class UpdateSize(Signal):
         self._gradients: Tensor | None = None
         self._wants_gradient = True
         self._sums = NOTHING
-        """Of weights, update, gradient and entries in the step, and weights and entries of others, on their way."""
+        """Of weights, update, gradient and entries in the step, and of others' weights, on their way."""
         self._found: Sizes | None = None
 
     @classmethod
@@ -99,20 +99,23 @@ class UpdateSize(Signal):
         self._sums = torch.cat([sums, self._measure_others(sums)])
 
     def _measure_others(self, beside: Tensor) -> Tensor:
-        """Squares and number of the others' entries, of this rank."""
-        if not self._others:
-            return beside.new_zeros(2)
-        parts, shares = local_tensors(self._others), shares_of(self._others, self.num_ranks)
-        known = torch.tensor([shares, [part.numel() for part in parts]], dtype=torch.float64)
-        whole, sizes = known.to(beside.device, non_blocking=True)
-        return torch.stack([squares(parts).to(beside.device) * whole, whole * sizes]).sum(1)
+        """Squares of the others' entries, of this rank: one tensor at a time, since all may be most of the memory."""
+        total = beside.new_zeros(1)
+        for part, share in zip(
+            local_tensors(self._others or ()), shares_of(self._others or (), self.num_ranks), strict=True
+        ):
+            wide = part.is_complex() or part.dtype in (torch.float32, torch.float64)
+            norm = torch.linalg.vector_norm(part, dtype=None if wide else torch.float32)
+            total += share * doubled(norm).square().to(beside.device)
+        return total
 
     @torch.no_grad()
     def share(self, replicas: Replicas, losses: FloatArray) -> None:
         """Add up what ranks have measured; a collective, and it waits for the device."""
         found, self._sums = replicas.sum_(self._sums.to(replicas.device, copy=True)).tolist(), NOTHING
         if not math.isnan(found[0]):
-            weights, update, gradient, num, others, num_others = found
+            weights, update, gradient, num, others = found
+            num_others = sum(whole_size(p) for p in self._others or ())
             self._found = Sizes(math.sqrt(weights), _root(update), _root(gradient), num, math.sqrt(others), num_others)
             # What it is for: to guess the size of an update, until one was more than rounding.
             self._wants_gradient = not self._found.is_measurable
