@@ -108,13 +108,20 @@ def test_the_peak_does_not_enter(kind: str, size: float, weights: float, peak: f
     assert run(peak) == pytest.approx(run(1.0), rel=1e-9)
 
 
-@given(st.lists(st.tuples(ANY, ANY, ANY, st.floats(1, 1e12), ANY), max_size=60), st.booleans())
-def test_no_size_does_harm(rows: list[tuple[float, float, float, float, float]], hint: bool) -> None:
+@given(
+    st.lists(st.tuples(ANY, ANY, ANY, st.floats(1, 1e12), ANY), max_size=60),
+    st.booleans(),
+    st.tuples(ANY, st.sampled_from([0.0, 1.0, 1e12])),
+)
+def test_no_size_does_harm(
+    rows: list[tuple[float, float, float, float, float]], hint: bool, beside: tuple[float, float]
+) -> None:
     level = Level(300, peak=0.1, hint=hint)
+    others = abs(beside[0]), beside[1]
     for step, (weights, update, gradient, num, scheduled) in enumerate(rows, start=1):
         scheduled = scheduled if 0 <= scheduled <= 1e3 else 0.1
         rate = scheduled * level.scale * level.share(step - 1)
-        said = level.update(step, Sizes(abs(weights), abs(update), abs(gradient), num), rate, scheduled)
+        said = level.update(step, Sizes(abs(weights), abs(update), abs(gradient), num, *others), rate, scheduled)
         assert isinstance(said, str)
         assert 0 < level.scale < math.inf
         assert 0 <= level.share(step) <= 1
