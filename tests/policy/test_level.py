@@ -117,7 +117,7 @@ def test_no_size_does_harm(
     rows: list[tuple[float, float, float, float, float]], hint: bool, beside: tuple[float, float]
 ) -> None:
     level = Level(300, peak=0.1, hint=hint)
-    others = abs(beside[0]), beside[1]
+    others = math.sqrt(abs(beside[0])), beside[1]  # a norm is the root of a number
     for step, (weights, update, gradient, num, scheduled) in enumerate(rows, start=1):
         scheduled = scheduled if 0 <= scheduled <= 1e3 else 0.1
         rate = scheduled * level.scale * level.share(step - 1)

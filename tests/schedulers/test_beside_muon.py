@@ -190,3 +190,16 @@ def test_ranks_find_what_one_process_finds() -> None:
         for share, of_rank in found:
             assert share == pytest.approx(level_of(run[2][0])._part)
             assert of_rank == pytest.approx(lrs, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:the round that ended:UserWarning", "ignore:. rounds of this run:UserWarning")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("broken_at", [2, 3, 9, 30])
+def test_weights_of_muon_that_break_do_not_spoil_what_is_measured(broken_at: int, value: float) -> None:
+    run = made()
+    train(run, broken_at)
+    with torch.no_grad():
+        parts_of(run[0])[0][0][0, 0] = value
+    lrs = train(run, 60)
+    assert all(0 < lr < 1 for lr in lrs)
+    assert level_of(run[2][0])._part < 1

@@ -99,8 +99,8 @@ class Sizes(NamedTuple):
 
     @property
     def like_model(self) -> float:
-        """The weights, if their root mean square were that of the whole model."""
-        if not self.num_others:
+        """The weights, if their root mean square were that of the whole model, where the others' is known."""
+        if not self.num_others or not math.isfinite(self.others):
             return self.weights
         return math.hypot(self.weights, self.others) * math.sqrt(self.num / self.num_model)
 
@@ -116,8 +116,8 @@ class Sizes(NamedTuple):
 
     @property
     def is_measurable(self) -> bool:
-        """Whether the update is more than rounding."""
-        return math.isfinite(self.update) and self.update > MEASURABLE * self.floored
+        """Whether the update is more than rounding, and no weights have broken."""
+        return math.isfinite(self.update) and math.isfinite(self.others) and self.update > MEASURABLE * self.floored
 
     @property
     def usual(self) -> float:
