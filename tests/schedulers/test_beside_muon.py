@@ -194,7 +194,7 @@ def test_ranks_find_what_one_process_finds() -> None:
 
 @pytest.mark.filterwarnings("ignore:the round that ended:UserWarning", "ignore:. rounds of this run:UserWarning")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("broken_at", [2, 3, 9, 30])
+@pytest.mark.parametrize("broken_at", [2, 9])
 def test_weights_of_muon_that_break_do_not_spoil_what_is_measured(broken_at: int, value: float) -> None:
     run = made()
     train(run, broken_at)
