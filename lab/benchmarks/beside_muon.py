@@ -27,7 +27,7 @@ from hdet_lab.stacked.optim import outer_matrices
 from hdet_lab.tasks import load_task
 from hdet_lab.tasks.base import Task
 
-TASKS = ("hyphens", "colours", "sorting", "glosses", "lemmas", "phonemes", "clusters", "mazes")
+TASKS = ("hyphens", "colours", "sorting", "glosses", "lemmas", "phonemes", "clusters")
 FROM_MODEL = vars(update_size)["trained_by_muon"]
 
 
