@@ -298,6 +298,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "anchor of numbers": (_with([1.0, 2.0], "rounds", "anchor"), "cannot be loaded"),
     "other controller": (_with({"velocity": [0.0]}, "rounds", "controller"), "made with another controller"),
     "negative round": (_with(-1, "rounds", "round"), "round must be an integer >= 0"),
+    "warm-up of no level": (_with(0.5, "rounds", "warmup"), "warmup must be 1 in a state without a level, but got 0.5"),
 }
 
 

@@ -76,6 +76,11 @@ class Scenario:
         return self.face in ("paper", "gradient", "local sgd")
 
     @property
+    def searches(self) -> bool:
+        """Whether the first steps are rounds of their own, in which the first level is found."""
+        return self.face in ("loss", "gradient")
+
+    @property
     def repeatable(self) -> bool:
         """Whether it should end as an undisturbed run, were it not for its faults.
 

@@ -527,6 +527,8 @@ class RoundPolicy:
                 "start from its weights with a new scheduler"
             )
         level = Level.from_state(state["level"])
+        if level is None and number(state["warmup"]) != 1:
+            raise ValueError(f"warmup must be 1 in a state without a level, but got {shown(state['warmup'])}")
         first = numbers_of(state["first_losses"], "first_losses", None, low=-LARGEST_LOSS, high=LARGEST_LOSS).tolist()
         scheduled, searched = number(state["scheduled"]), whole_of(state["searched"], "searched")
         searching = flag_of(state["searching"], "searching") and level is not None
