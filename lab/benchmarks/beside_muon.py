@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--rest", nargs="+", default=["own", "model"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--json", type=Path, help="write every run here, after each")
     args = parser.parse_args()

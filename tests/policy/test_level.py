@@ -113,6 +113,8 @@ def test_the_peak_does_not_enter(kind: str, size: float, weights: float, peak: f
     st.booleans(),
     st.tuples(ANY, st.sampled_from([0.0, 1.0, 1e12])),
 )
+@example([(0.0, 0.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0, 1.0)], False, (math.nan, 1.0))
+@example([(0.0, 0.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0, 1.0)], False, (math.inf, 1.0))
 def test_no_size_does_harm(
     rows: list[tuple[float, float, float, float, float]], hint: bool, beside: tuple[float, float]
 ) -> None:

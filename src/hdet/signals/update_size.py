@@ -37,9 +37,7 @@ class UpdateSize(Signal):
     compares = False
     only_at_end = True  # another thread may save a state while the optimizer is in the middle of its step
 
-    def __init__(
-        self, *, num_ranks: int, stride: int = 1, others: Callable[[], Sequence[Tensor]] | None = None
-    ) -> None:
+    def __init__(self, *, num_ranks: int, stride: int = 1, others: Callable[[], Sequence[Tensor]] = tuple) -> None:
         self.num_ranks = num_ranks
         self.stride = stride
         self._find_others = others
@@ -68,7 +66,7 @@ class UpdateSize(Signal):
         if not self.ends_round:
             return
         if self._others is None:
-            self._others = self._find_others() if self._find_others is not None else []
+            self._others = self._find_others()
         moving = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         moving = [p for p in moving if p.is_floating_point() or p.is_complex()]
         columns = [columns_of(p, self.stride) for p in moving]
