@@ -128,9 +128,12 @@ class AutoLR:
         z0, late = 2.5 - 1.5 * done, clip((done - 0.2) / 0.3) * clip((0.3 - cost) / 0.2)
         # Adam may remember large first gradients: doublings of an update to 0.5%, at ease if more is surely better.
         small = math.log2(0.005 / max(update * ease ** clip(-20 * most), 1e-300)) * (fall > 10 * fall_error)
-        rise = clip((progress - 3) / 7) * min(max(0.75 * small, 1.5), 4.5) * dtau
+        asked = clip(-z / 10 - 1) * clip((done - 0.2) / 0.3) * clip(most / -0.3)  # certain, late: linear models
+        rise = clip((progress - 3) / 7) * 1.5 * max(min(small / 2, 3.0), 3**asked) * dtau
         rise *= max(clip((z0 - z) / z0), late, clip(small - 1))
         ceiling = self.usual / self.level / self.scale * max(0.0025 / max(update, 1e-300), 1.0)
+        further = min(math.sqrt(max(len(self.anchor) / 3e6, 1.0)), 2.0)  # large models, where noise costs nothing
+        ceiling *= 4**asked * further ** clip(1 - 20 * most)
         rise = min(rise, math.log(max(ceiling, 1.0)))
         supported = z < -2 and e < 0
         if supported and (z < -4 or progress >= 3):
@@ -138,7 +141,7 @@ class AutoLR:
             if e < -0.8:  # the loss is linear along the whole path: nothing limits the rate yet
                 rise = max(rise, 0.3 * clip((-z - 4) / 6))
         if e >= -0.8:  # not beyond updates of 0.5% of the weights early, 0.8% late: damage of the first steps stays
-            bound = 0.005 * 1.6 ** clip((done - 0.1) / 0.6) / ease ** clip(2 - 20 * most)  # or surely cheap
+            bound = 0.005 * 4**asked * 1.6 ** clip((done - 0.1) / 0.6) / ease ** clip(2 - 20 * most)  # or surely cheap
             rise *= clip((bound - update) / (0.3 * bound))
         dear = clip((cost - 0.3) / 0.3)
         move = 0.0 if in_warmup or jump > 2 else min((1 - dear) * rise, 0.3)

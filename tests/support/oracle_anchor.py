@@ -199,6 +199,7 @@ class Shown(NamedTuple):
     start: tuple[float, float] | None  # the loss before training, and the standard error of the fall since
     update: float | None  # relative to the weights, as of a small model in a long run
     ease: float
+    further: float
     in_warmup: bool
     elapsed: float
     progress: float
@@ -304,14 +305,17 @@ class Evidence:
         e = self.elasticity(self.smoothed(self.slopes), shown)
         z0 = 2.5 - 1.5 * min(shown.progress, 1.0)
         cheap = between(shown.progress, 0.2, 0.5) * between(-cost, -0.3, -0.1)
-        pace, unopposed = s.pace, max(between(z0 - z, 0, z0), cheap)
+        chosen = shown.given < math.inf
+        wanted = between(-most, 0.0, 0.3)
+        surely = 0.0 if chosen else wanted * between(-z, 10, 20) * between(shown.progress, 0.2, 0.5)
+        faster, unopposed = 3.0**surely, max(between(z0 - z, 0, z0), cheap)
         has_learned = shown.start is not None and shown.start[0] - shown.loss > 10 * shown.start[1]
         if s.max_update is not None and shown.update is not None and has_learned:
             update = shown.update * shown.ease ** between(-most, 0.0, 0.05)
             doublings = math.log(s.max_update[0] / max(update, 1e-300)) / math.log(2)
-            pace, unopposed = pace * float(np.clip(doublings / 2, 1, 3)), max(unopposed, between(doublings, 1, 2))
-        moves = [pace * shown.elapsed * unopposed * between(q, 3, 10)]
-        highest = shown.usual
+            faster, unopposed = max(faster, min(doublings / 2, 3)), max(unopposed, between(doublings, 1, 2))
+        moves: list[float] = [s.pace * faster * shown.elapsed * unopposed * between(q, 3, 10)]
+        highest = shown.usual * math.pow(4, surely) * math.pow(shown.further, between(-most, -0.05, 0.0))
         if s.max_update is not None and shown.update is not None and shown.update < s.max_update[0] / 2:
             highest *= s.max_update[0] / 2 / max(shown.update, 1e-300)
         highest = min(highest, shown.given)  # or a schedule that somebody has chosen
@@ -325,8 +329,7 @@ class Evidence:
         if s.max_update is not None and shown.update is not None and e >= -0.8:
             early, late = s.max_update
             widest = early * (late / early) ** between(shown.progress, 0.1, 0.7)
-            if shown.given < math.inf and shown.scale < 1:  # somebody has chosen a higher rate
-                widest *= 4 ** between(-most, 0.0, 0.3)
+            widest *= math.pow(4, wanted if chosen and shown.scale < 1 else surely)  # somebody has chosen a higher rate
             update = shown.update * shown.ease ** between(-most, -0.1, -0.05)
             moves[0] *= between(widest - update, 0, 0.3 * widest)
         moves[0] = min(moves[0] * between(-cost, -0.6, -0.3), 0.3)
@@ -456,6 +459,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                         start=start,
                         update=change / weights / allowed / share_of(scenario) if scenario.level and due else None,
                         ease=min(allowed / 3, 1.0),
+                        further=float(np.clip(math.sqrt(num_entries / 3e6), 1, 2)),
                         in_warmup=told.in_warmup,
                         elapsed=min(math.log(num_done / max(begun, 1)), 0.7),
                         progress=num_done / hold,

@@ -32,6 +32,7 @@ class Evidence(NamedTuple):
             which is not far below the first level; infinite where it is none.
         usual: the scale that progress alone leads up to for models of this size, more where updates have become small;
             infinite where none is known.
+        further: how many times further it leads where noise surely costs nothing, as in long runs of large models.
         decay: what a line from where the rate is to zero, at the end of the run, takes off its logarithm in this round;
             0 where the schedule is somebody's or the end is not known.
         progress: share of the time in which base values may move that has passed; None where its length is unknown.
@@ -54,6 +55,7 @@ class Evidence(NamedTuple):
     level: float = 1.0
     given: float = math.inf
     usual: float = math.inf
+    further: float = 1.0
     decay: float = 0.0
     progress: float | None = None
     whole: tuple[float, float] | None = None

@@ -27,8 +27,9 @@ LINEAR = -0.8
 """Elasticities below are those of a loss that is linear along the way: nothing limits the learning rate yet."""
 EARNED = (3.0, 10.0)
 """Standard errors of progress: from the first on a rise is earned, from the second on all of it."""
-SURE, VERY_SURE = 2.0, 4.0
-"""Standard errors of a slope that supports a move; and of one that does so where progress does not."""
+SURE, VERY_SURE, CERTAIN = 2.0, 4.0, (-10.0, -20.0)
+"""Standard errors of a slope that supports a move; of one that does so where progress does not; and between which a
+slope comes to widen the bounds on rises."""
 TOO_HIGH = 0.25
 """Elasticity above which a slope that is very sure lowers the knob."""
 BRAKE, TOO_DEAR = (0.3, 0.6), 2.0
@@ -48,9 +49,11 @@ steps stays."""
 SURELY_CHEAP, SUPPORTED = (0.1, 0.05), (0.0, -0.05)
 """Of what cost over gain is at most: below, updates of a large model may grow to those of a small one; and count as
 small beside those."""
+FREE = (0.05, 0.0)
+"""Of the same: between the two progress alone comes to lead further in large models."""
 ROOM, MORE = 4.0, (0.0, -0.3)
-"""How many times as wide the bound on updates is below a schedule that somebody has chosen; and of what cost over gain
-is at most: between the two this comes to count."""
+"""How many times as wide the bounds on rises are below a schedule that somebody has chosen, or where a slope that is
+certain asks for more late in the run; and of what cost over gain is at most: between the two this comes to count."""
 WIDENING = (0.1, 0.7)
 """Shares of the time in which the knob may move: between them the bound on updates goes from its first value to its
 last one."""
@@ -157,7 +160,9 @@ class LevelController:
     zero, at the end of the run, would; where the schedule is not somebody's.
 
     Optimism ends at 1.6 times the learning rate that models of this size usually train best with, or, where an update
-    has become smaller than half of the first ``max_update``, at as many times more (Eq. 16).
+    has become smaller than half of the first ``max_update``, at as many times more (Eq. 16). In models of more than
+    3M parameters it ends at up to the root of their number over 3M times as much, at most twice, as b over the gain,
+    plus two standard errors, goes from 0.05 to 0: long runs bear more than short ones.
 
     A schedule that was given may well be the right one: optimism leads up to it, and above it only to the first level,
     at most to 3 times the schedule.
@@ -241,18 +246,23 @@ class LevelController:
         done = 0.5 if evidence.progress is None else min(evidence.progress, 1.0)
         optimism = first + (last - first) * done
         earned = _share(trail.progress, EARNED)
-        pace, is_open, ceiling = self.pace, _clip((optimism - z) / optimism), evidence.usual
+        is_chosen, more = evidence.given < math.inf, _share(trail.most, MORE)
+        asked = more * _share(done, LATE) * _share(z, CERTAIN)
+        if is_chosen or evidence.progress is None:  # nor where it is not known what is late
+            asked = 0.0
+        times, is_open = FASTEST**asked, _clip((optimism - z) / optimism)
         is_open = max(is_open, _share(done, LATE) * _share(trail.cost, CHEAP))
+        ceiling = evidence.usual * ROOM**asked * evidence.further ** _share(trail.most, FREE)
         if self.max_update is not None and evidence.update is not None:
             ceiling *= max(self.max_update[0] / 2 / max(evidence.update, 1e-300), 1.0)
         if self.max_update is not None and evidence.update is not None and _fall(evidence) > LEARNED:
             update = evidence.update * evidence.ease ** _share(trail.most, SUPPORTED)
             halvings = math.log2(self.max_update[0] / max(update, 1e-300))
-            pace *= min(max(halvings / 2, 1.0), FASTEST)
+            times = max(times, min(halvings / 2, FASTEST))
             is_open = max(is_open, _clip(halvings - 1))
         scale = 1.0 if evidence.scales is None else float(evidence.scales[knob])
         ceiling = max(min(ceiling, evidence.given) / scale, 1.0)
-        rise = min(pace * evidence.elapsed * is_open * earned, math.log(ceiling))
+        rise = min(self.pace * times * evidence.elapsed * is_open * earned, math.log(ceiling))
         supported = z < -SURE and e < 0
         if supported and (z < -VERY_SURE or trail.progress >= EARNED[0]):
             rise -= SLOPE_GAIN * _excess(e) * evidence.elapsed
@@ -261,8 +271,7 @@ class LevelController:
         if self.max_update is not None and e >= LINEAR and evidence.update is not None:
             first, last = self.max_update
             largest = first * (last / first) ** _share(done, WIDENING)
-            if scale < 1 and evidence.given < math.inf:
-                largest *= ROOM ** _share(trail.most, MORE)
+            largest *= ROOM ** (more if is_chosen and scale < 1 else asked)
             update = evidence.update * evidence.ease ** _share(trail.most, SURELY_CHEAP)
             rise *= _clip((largest - update) / (0.3 * largest))
         dear = _share(trail.cost, BRAKE)

@@ -38,10 +38,10 @@ STEADY, IS_STEADY, IS_STEADY_SIGN = 2.5, (0.75, 0.9), (0.95, 0.99)
 largest one: between the two this comes to count. Adam's begin as signs as Lion's do, and where gradients agree they
 stay near."""
 USUAL, USUAL_SIZE_POWER, USUAL_WEIGHTS_POWER = 1.6, -0.55, -0.87
-USUAL_STEADY, USUAL_STEADY_SIGN = 8.0, 13.0
+USUAL_STEADY, USUAL_STEADY_SIGN, FURTHER = 8.0, 13.0, 2.0
 """Where progress alone leads to: times the share of the weights that the best learning rate's first updates are of, in
-models of the same size, with these powers of theirs; and what that is divided by where updates never shrink, and are
-like Muon's or Lion's."""
+models of the same size, with these powers of theirs; what that is divided by where updates never shrink, and are like
+Muon's or Lion's; and how many times further it leads at most in large models, where noise costs nothing."""
 SETTLED = 2.0
 """What the last update counts beside the largest one: updates of a fixed size, as Lion's, add up to more than those
 that shrink as noise averages out, as Adam's."""
@@ -125,6 +125,11 @@ class Sizes(NamedTuple):
         root, num = self._root, self.num_model
         by_weights = math.pow(max(root, 1e-30) / USUAL_WEIGHTS, USUAL_WEIGHTS_POWER)
         return by_weights * max(math.pow(num / LARGE_MODEL, USUAL_SIZE_POWER), 1.0)
+
+    @property
+    def further(self) -> float:
+        """How many times further progress leads where noise surely costs nothing: large models are trained for long."""
+        return min(math.sqrt(max(self.num_model / LARGE_MODEL, 1.0)), FURTHER)
 
     @property
     def _root(self) -> float:

@@ -288,6 +288,7 @@ class RoundPolicy:
                 ease=ease,
                 given=self._given(),
                 usual=self._usual(),
+                further=1.0 if seen.sizes is None else seen.sizes.further,
                 decay=self._decay(seen, num_steps),
                 values=seen.rates,
                 last=seen.last,
