@@ -31,7 +31,7 @@ class AutoLR:
         self.hold_from = 0.7 * total_steps  # the decay begins, and the scale holds still
         self.share = min(math.sqrt(max(200 / total_steps, 1.0)), 2.0)  # a step of a short run does more
         self.level, self.sizes, self.most = 1e-12, list[float](), 6.0  # the first step moves next to nothing
-        self.usual = math.inf  # where progress alone leads to
+        self.usual, self.shrinks = math.inf, 1.0  # where progress alone leads to; whether updates are not of one size
         self.searching, self.scale, self.fallen = True, 1.0, 0.0  # while searching for the level, a step is a round
         self.losses, self.samples, self.first_losses = list[float](), list[float](), list[float]()  # of steps
         self.rounds: list[tuple[float, float, float]] = []  # slope, its variance, and loss of each since the anchor
@@ -104,7 +104,7 @@ class AutoLR:
             may = allowance(size, len(update), self.most)
             if "muon" in type(self.optimizer).__name__.lower():  # whose best rate is no lower in large models
                 may = max(may, min(allowance(size, len(update), self.most, 1.0), 1.0))
-            delta = 0.02 * self.share * may / 2.5**steady
+            self.shrinks, delta = 1 - steady, 0.02 * self.share * may / 2.5**steady
             self.level = delta * size / (largest + 2 * last)
             if self.most > 2:  # the best rates of models, by their size
                 best = math.pow(size / root / 0.06, -0.87) * max(math.pow(len(update) / 3e6, -0.55), 1.0)
@@ -128,7 +128,9 @@ class AutoLR:
         z0, late = 2.5 - 1.5 * done, clip((done - 0.2) / 0.3) * clip((0.3 - cost) / 0.2)
         # Adam may remember large first gradients: doublings of an update to 0.5%, at ease if more is surely better.
         small = math.log2(0.005 / max(update * ease ** clip(-20 * most), 1e-300)) * (fall > 10 * fall_error)
-        asked = clip(-z / 10 - 1) * clip((done - 0.2) / 0.3) * clip(most / -0.3)  # certain, late: linear models
+        asked = (
+            self.shrinks * clip(-z / 10 - 1) * clip((done - 0.2) / 0.3) * clip(most / -0.3)
+        )  # certain, late: linear models
         rise = clip((progress - 3) / 7) * 1.5 * max(min(small / 2, 3.0), 3**asked) * dtau
         rise *= max(clip((z0 - z) / z0), late, clip(small - 1))
         ceiling = self.usual / self.level / self.scale * max(0.0025 / max(update, 1e-300), 1.0)

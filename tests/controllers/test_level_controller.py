@@ -68,7 +68,7 @@ class SlowKnob:
         asked = (
             0.0
             if chosen or evidence.progress is None
-            else clip(-most / 0.3) * clip((-z - 10) / 10) * clip((done - 0.2) / 0.3)
+            else clip(-most / 0.3) * evidence.shrinks * clip((-z - 10) / 10) * clip((done - 0.2) / 0.3)
         )
         faster = 3**asked
         if evidence.update is not None and self.controller.max_update is not None and has_learned:
@@ -175,6 +175,7 @@ def compare(
             progress=index / 60 if known else None, scales=scales, given=rng.choice([1.0, 2.0, math.inf]),
             usual=rng.choice([0.3, 1.0, math.inf]),
             decay=rng.choice([0.0, -0.1]), ease=rng.choice([0.25, 1.0]), further=rng.choice([1.0, 2.0]),
+            shrinks=rng.choice([0.5, 1.0]),
         )  # fmt: skip
         state, decision = controller.update(state, evidence)
         rows = zip(slow, slopes.tolist(), errors.tolist(), scales.tolist(), strict=True)
@@ -282,12 +283,13 @@ class Run:
         unit: size of an update per unit of learning rate, relative to the weights.
         ends: whether progress alone ends at what is usual for models of this size.
         given: the peak of a schedule of the user's own, beside the first level.
+        shrinks: whether updates have not been of one size, as Lion's are.
     """
 
     def __init__(
         self, loss: Callable[[int], float], slope: Callable[[int], float] = lambda step: 0.0, num_rounds: int = 100, *,
         error: float = 0.05, noise: float = 0.05, seed: int = 0, unit: float = 1.0, shrink: float = 1.0,
-        num: float = 2e5, given: float | None = None, ends: bool = False, **controller: Any,
+        num: float = 2e5, given: float | None = None, ends: bool = False, shrinks: bool = True, **controller: Any,
     ) -> None:  # fmt: skip
         rng, total = np.random.default_rng(seed), T * num_rounds
         steering = Steering(
@@ -300,6 +302,8 @@ class Run:
         for step in range(1, total + 1):
             if not level.done:
                 policy.follow(step - 1)
+            if shrinks and level.done:
+                level.smallest = 0.0
             if not ends:
                 level.usual = math.inf
             if not policy.is_due(step):
@@ -537,9 +541,11 @@ def test_late_in_a_run_progress_leads_further_and_faster_where_the_slope_is_very
     """The gain is 0.3, and where a slope is not very sure, one of -0.06 does not lead as far."""
     sure, unsure = (Run(steady, lambda step: -0.06, 200, noise=0.01, error=error, ends=True, max_update=None)
                     for error in (0.004, 0.015))  # fmt: skip
+    lion = Run(steady, lambda step: -0.06, 200, noise=0.01, error=0.004, ends=True, max_update=None, shrinks=False)
     begin, late = (int(share * len(sure.scales)) for share in (0.25, 0.55))
     assert sure.scales[begin] / unsure.scales[begin] == pytest.approx(1.0, rel=0.25)
-    assert sure.scales[late] / sure.scales[begin] > 1.5 * unsure.scales[late] / unsure.scales[begin]
+    for slower in (unsure, lion):
+        assert sure.scales[late] / sure.scales[begin] > 1.5 * slower.scales[late] / slower.scales[begin]
 
 
 def test_a_slope_against_it_lowers_it() -> None:

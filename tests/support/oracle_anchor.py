@@ -112,6 +112,7 @@ class Found(NamedTuple):
     below: float = 1.0
     above: float = 1.0
     usual: float = math.inf
+    of_one_size: float = 0.0
 
     def share(self, num_steps: int, warm: int) -> float:
         """Of the scale, in the step that makes it ``num_steps``: a line, then a constant factor a step."""
@@ -182,7 +183,7 @@ def find_level(s: AnchorScenario, updates: list[Update], num_entries: int) -> Fo
         best = (0.06 / mean) ** 0.87 * max((3e6 / num_entries) ** 0.55, 1.0)  # first updates, over 2% of the weights
         usual = 0.032 * share_of(s) * best * weights / min(max(ratios), math.sqrt(num_entries))
         usual /= (13 if kind == "sign" else 8) ** of_one_size
-    return Found(lr / peak, True, done, not warms_up_itself, followed=False, usual=usual)
+    return Found(lr / peak, True, done, not warms_up_itself, followed=False, usual=usual, of_one_size=of_one_size)
 
 
 def norm(parts: list[Array]) -> float:
@@ -200,6 +201,7 @@ class Shown(NamedTuple):
     update: float | None  # relative to the weights, as of a small model in a long run
     ease: float
     further: float
+    shrinks: float
     in_warmup: bool
     elapsed: float
     progress: float
@@ -307,7 +309,7 @@ class Evidence:
         cheap = between(shown.progress, 0.2, 0.5) * between(-cost, -0.3, -0.1)
         chosen = shown.given < math.inf
         wanted = between(-most, 0.0, 0.3)
-        surely = 0.0 if chosen else wanted * between(-z, 10, 20) * between(shown.progress, 0.2, 0.5)
+        surely = 0.0 if chosen else shown.shrinks * wanted * between(-z, 10, 20) * between(shown.progress, 0.2, 0.5)
         faster, unopposed = 3.0**surely, max(between(z0 - z, 0, z0), cheap)
         has_learned = shown.start is not None and shown.start[0] - shown.loss > 10 * shown.start[1]
         if s.max_update is not None and shown.update is not None and has_learned:
@@ -459,6 +461,7 @@ def simulate(scenario: AnchorScenario, num_replicas: int) -> AnchorTrajectory:
                         start=start,
                         update=change / weights / allowed / share_of(scenario) if scenario.level and due else None,
                         ease=min(allowed / 3, 1.0),
+                        shrinks=1 - level.of_one_size,
                         further=float(np.clip(math.sqrt(num_entries / 3e6), 1, 2)),
                         in_warmup=told.in_warmup,
                         elapsed=min(math.log(num_done / max(begun, 1)), 0.7),

@@ -33,6 +33,7 @@ class Evidence(NamedTuple):
         usual: the scale that progress alone leads up to for models of this size, more where updates have become small;
             infinite where none is known.
         further: how many times further it leads where noise surely costs nothing, as in long runs of large models.
+        shrinks: 1 where updates shrink as noise averages out, as Adam's; 0 where all are of one size, as Lion's.
         decay: what a line from where the rate is to zero, at the end of the run, takes off its logarithm in this round;
             0 where the schedule is somebody's or the end is not known.
         progress: share of the time in which base values may move that has passed; None where its length is unknown.
@@ -56,6 +57,7 @@ class Evidence(NamedTuple):
     given: float = math.inf
     usual: float = math.inf
     further: float = 1.0
+    shrinks: float = 1.0
     decay: float = 0.0
     progress: float | None = None
     whole: tuple[float, float] | None = None

@@ -164,6 +164,12 @@ class LevelController:
     3M parameters it ends at up to the root of their number over 3M times as much, at most twice, as b over the gain,
     plus two standard errors, goes from 0.05 to 0: long runs bear more than short ones.
 
+    A slope that is certain may ask for more late in the run, as in linear models, whose best rates are a thousand times
+    those of networks. As z goes from -10 to -20, b over the gain, plus two standard errors, from 0 to -0.3, and the
+    time from a fifth to half of that in which the rate may move, c is multiplied by up to 3, and so are, by up to 4,
+    the bound on updates and where optimism ends. Not where all updates are of one size, as Lion's, which bear less than
+    such a slope asks for, nor where the length of the run is not known.
+
     A schedule that was given may well be the right one: optimism leads up to it, and above it only to the first level,
     at most to 3 times the schedule.
 
@@ -247,8 +253,8 @@ class LevelController:
         optimism = first + (last - first) * done
         earned = _share(trail.progress, EARNED)
         is_chosen, more = evidence.given < math.inf, _share(trail.most, MORE)
-        asked = more * _share(done, LATE) * _share(z, CERTAIN)
-        if is_chosen or evidence.progress is None:  # nor where it is not known what is late
+        asked = evidence.shrinks * more * _share(done, LATE) * _share(z, CERTAIN)
+        if is_chosen or evidence.progress is None:
             asked = 0.0
         times, is_open = FASTEST**asked, _clip((optimism - z) / optimism)
         is_open = max(is_open, _share(done, LATE) * _share(trail.cost, CHEAP))

@@ -199,6 +199,12 @@ class Level:
         return self.hint and (self.gave_up or low / TRUST <= self.peak <= high * TRUST)
 
     @property
+    def steadiness(self) -> float:
+        """1 where updates never shrink, as Lion's and Muon's; 0 where they do, as Adam's, or none was measured."""
+        low, high = IS_STEADY_SIGN if self._is_sign else IS_STEADY
+        return min(max((self.smallest / max(self.largest, 1e-300) - low) / (high - low), 0.0), 1.0)
+
+    @property
     def most(self) -> float:
         """The highest allowance."""
         return MOST_WARY if self.follows_gradient else MOST_ROOM
@@ -274,8 +280,7 @@ class Level:
         else:
             self._measure(sizes, rate)
         if self.found and not self.done and self.largest > 0:
-            low, high = IS_STEADY_SIGN if self._is_sign else IS_STEADY
-            steady = min(max((self.smallest / self.largest - low) / (high - low), 0.0), 1.0)
+            steady = self.steadiness
             share = self.size * self.allowance / STEADY**steady
             self.lr = _bounded(share * self._weights / (self.largest + SETTLED * self.last))
             if not self.follows_gradient:

@@ -289,6 +289,7 @@ class RoundPolicy:
                 given=self._given(),
                 usual=self._usual(),
                 further=1.0 if seen.sizes is None else seen.sizes.further,
+                shrinks=1.0 if self.level is None else 1 - self.level.steadiness,
                 decay=self._decay(seen, num_steps),
                 values=seen.rates,
                 last=seen.last,
