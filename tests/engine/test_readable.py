@@ -117,9 +117,11 @@ def test_in_hard_cases_too(name: str) -> None:
     assert anchor_moved == (name in ("a loss that rises", "data that change"))
 
 
-@pytest.mark.parametrize(("slope", "update"), [(-0.3, 0.003), (-0.03, 0.001), (-0.03, 0.02), (0.012, 0.02), (0.06, 0.02)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("slope", "update"), [(-0.3, 0.003), (-0.03, 0.001), (-0.03, 0.02), (0.012, 0.02), (0.06, 0.02)]
+)
 def test_caution_of_large_models_ends_alike(slope: float, update: float) -> None:
-    """The gain is 0.3: slopes that ask for more, one of them for certain, that are cheap and that are not, with small and with large updates."""
+    """The gain is 0.3: slopes that ask for more (one is certain), are cheap and are not; small and large updates."""
     draw, interval = np.random.default_rng(0), 10
     want = readable(nn.Module(), SGD([nn.Parameter(torch.ones(1))], lr=1.0), 1000)
     controller, moved = LevelController(), []
