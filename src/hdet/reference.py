@@ -128,9 +128,8 @@ class AutoLR:
         z0, late = 2.5 - 1.5 * done, clip((done - 0.2) / 0.3) * clip((0.3 - cost) / 0.2)
         # Adam may remember large first gradients: doublings of an update to 0.5%, at ease if more is surely better.
         small = math.log2(0.005 / max(update * ease ** clip(-20 * most), 1e-300)) * (fall > 10 * fall_error)
-        asked = (
-            self.shrinks * clip(-z / 10 - 1) * clip((done - 0.2) / 0.3) * clip(most / -0.3)
-        )  # certain, late: linear models
+        certain = self.shrinks * clip(-z / 10 - 1) * clip((done - 0.2) / 0.3)  # and late, as in linear models
+        asked = certain * clip(most / -0.3)
         rise = clip((progress - 3) / 7) * 1.5 * max(min(small / 2, 3.0), 3**asked) * dtau
         rise *= max(clip((z0 - z) / z0), late, clip(small - 1))
         ceiling = self.usual / self.level / self.scale * max(0.0025 / max(update, 1e-300), 1.0)
