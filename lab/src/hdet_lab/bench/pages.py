@@ -317,7 +317,7 @@ def _defaults(records: Sequence[Record]) -> list[str]:
 
 
 def _facts(records: Sequence[Record]) -> list[str]:
-    """One row for each machine and code; the records have the rest, task by task."""
+    """One row for each machine and code, a machine named once; the records have the rest, task by task."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     halves: dict[tuple[str, str], set[str]] = {}
     for record in records:
@@ -328,9 +328,12 @@ def _facts(records: Sequence[Record]) -> list[str]:
             row = (f"{device}, torch {fact['torch']}", fact.get("code_sha256", "unknown")[:10])
             halves.setdefault(row, set()).add(record.half if len(record.half) == 1 else "-")
             found.setdefault(row, {})[commit] = None
-    heads = ["halves", "machine", "code (SHA-256)", "commit, +: with changes"]
-    rows = [["".join(sorted(halves[row])), *row, ", ".join(commits)] for row, commits in found.items()]
-    return table(heads, rows)
+    rows, last = [], ""
+    for machine, code in sorted(found):
+        key = (machine, code)
+        rows.append(["" if machine == last else machine, code, ", ".join(found[key]), "".join(sorted(halves[key]))])
+        last = machine
+    return table(["machine", "code (SHA-256)", "commit, +: with changes", "halves"], rows)
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
