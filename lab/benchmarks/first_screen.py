@@ -5,10 +5,11 @@ python lab/benchmarks/first_screen.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from hdet_lab.bench.pages import footnote, marked
+from hdet_lab.bench.pages import footnote, marked, table
 from hdet_lab.bench.records import Record as BenchRecord
 from hdet_lab.bench.records import load
 from hdet_lab.bench.suite import NOTHING_SET
@@ -16,6 +17,7 @@ from hdet_lab.bench.summary import (
     AIM_NEAR,
     LABELS,
     SHARES,
+    TaskSummary,
     interval,
     outside,
     over_tasks,
@@ -29,36 +31,43 @@ README = ROOT / "README.md"
 BENCH = ROOT / "lab" / "benchmarks" / "results" / "bench"
 
 
-SHOWN = ("search-8", "search-4")
-"""Of what needs more than one run."""
-
-
-HEAD = "Final validation loss above the best of a grid, geometric mean over tasks and 95% interval:"
-HALVES = ("J", "I")
-"""The one that has judged today's rules, and the one before it."""
+HEAD = "Final validation loss above the best of a grid; geometric mean over tasks around Adam, and its 95% interval:"
+SEARCH = "search-8"
+JUDGED = "J"
+"""The half that has judged today's rules, or nearly these."""
+MOST = 0.85
+"""Share of the tasks that a method has to have been run on to be in the table."""
 
 
 def rivals(records: Sequence[BenchRecord], current: Collection[str]) -> str:
-    """AutoLR and its rivals with one run, over the tasks of each half around AdamW, which they have in common."""
-    lines = [_half(half, records, current) for half in HALVES if any(record.half == half for record in records)]
-    return "\n".join([HEAD, "", *lines, *footnote(lines)]) + "\n"
-
-
-def _half(half: str, records: Sequence[BenchRecord], current: Collection[str]) -> str:
-    every = [task for record in records if record.half == half and (task := summarize(record)) is not None]
+    """AutoLR, a random search and rivals with one run: over all halves but A, and over the one that has judged."""
+    every = [task for record in records if "B" <= record.half <= JUDGED and (task := summarize(record)) is not None]
     tasks = outside([task for task in every if "adam" in task.excess])
-    shown = [method for method in LABELS if method in (*NOTHING_SET, *SHOWN)]
-    # On fewer tasks means are not comparable.
-    found = {method: line for method in shown if (line := over_tasks(tasks, method)) and line.num_tasks == len(tasks)}
-    mine = found.pop("autolr")
-    near = f"{mine.near[SHARES.index(AIM_NEAR)]} of {len(tasks)}"
-    others = [
-        f"{LABELS[line.method]} {percent(line.mean)}" for line in sorted(found.values(), key=lambda line: line.mean)
-    ]
-    return (
-        f"- Half {half}: AutoLR **{percent(mine.mean)}** {interval(mine.low, mine.high)}, within 2% on {near}"
-        f"{marked('', 'autolr', tasks, current)}. Others, the best five: {', '.join(others[:5])}."
-    )
+    judged = [task for task in tasks if task.record.half == JUDGED]
+    heads = ["method", "runs", f"{len(tasks)} tasks", "within 2%", f"{len(judged)} tasks of half {JUDGED}", "within 2%"]
+    lines = {method: over_tasks(tasks, method) for method in LABELS if method in (*NOTHING_SET, SEARCH)}
+    shown = [line for line in lines.values() if line is not None and line.num_tasks >= MOST * len(tasks)]
+    rows = []
+    for line in sorted(shown, key=lambda line: line.mean):
+        label = marked(LABELS[line.method], line.method, tasks, current)
+        label += f" ({line.num_tasks})" * (line.num_tasks < len(tasks))
+        cells = [cell for part in (tasks, judged) for cell in _cells(part, line.method)]
+        rows.append(
+            [f"**{label}**" if line.method == "autolr" else label, "8" if line.method == SEARCH else "1", *cells]
+        )
+    lines_of_table = table(heads, rows)
+    return "\n".join([HEAD, "", *lines_of_table, *footnote(lines_of_table)]) + "\n"
+
+
+def _cells(tasks: Sequence[TaskSummary], method: str) -> list[str]:
+    """Its mean and interval, and on how many tasks it is near the best."""
+    line = over_tasks(tasks, method)
+    if line is None:
+        return ["", ""]
+    mean = percent(line.mean, 1)
+    if math.isfinite(line.mean):
+        mean += f" {interval(line.low, line.high, lambda share: percent(share, 1))}"
+    return [mean, str(line.near[SHARES.index(AIM_NEAR)])]
 
 
 def filled(text: str, name: str, new: str, *, script: str = "first_screen") -> str:
@@ -72,9 +81,9 @@ def filled(text: str, name: str, new: str, *, script: str = "first_screen") -> s
 
 
 def main() -> None:
-    table = rivals(load(BENCH), equivalent(BENCH))
-    README.write_text(filled(README.read_text(), "rivals", table))
-    print(table)
+    new = rivals(load(BENCH), equivalent(BENCH))
+    README.write_text(filled(README.read_text(), "rivals", new))
+    print(new)
 
 
 if __name__ == "__main__":
