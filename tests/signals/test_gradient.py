@@ -549,3 +549,31 @@ def test_weights_of_other_kinds_of_a_large_model(dtype: torch.dtype) -> None:
     signal.before_step(torch.optim.SGD(parameters, lr=0.1))
     signal.share(Replicas(None), np.array([1.0]))
     assert signal.samples[0, 0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("shapes", [[(3,)], [(3,), (2, 4)], [(3,), (80, 80)], [(2, 3, 2, 2), (4,), (70, 70), (5, 2)]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_small_tensors_are_joined_large_ones_are_not_and_none_is_changed(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    if len(shapes[0]) == 4:  # logical order counts, not that of memory
+        parameters[0] = nn.Parameter(parameters[0].detach().contiguous(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}])
+    anchor = Anchor()
+    anchor.renew(parameters)
+    starts = [p.detach().clone() for p in parameters]
+    shift(parameters)
+    for p in parameters:
+        p.grad = torch.randn(p.shape).to(dtype)
+    before = [p.detach().clone() for p in parameters]
+    signal = GradientSignal(anchor, [0, 1], sample_every=1, num_ranks=1)
+    signal.before_step(optimizer)
+    (row,) = torch.cat(signal._rows)
+    gradients = [p.grad for p in parameters]
+    with torch.no_grad():
+        known = [(p, a, g) for p, a, g in zip(before, starts, gradients, strict=True) if g is not None]
+        terms = [((p - a).double() * g.double()).sum() for p, a, g in known]
+    assert row[0].item() == pytest.approx(terms[0].item(), rel=1e-4, abs=1e-4)
+    assert row[1:].nansum().item() == pytest.approx(float(sum(terms[1:])), rel=1e-4, abs=1e-3)
+    assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))

@@ -31,8 +31,9 @@ MAX_WITHOUT = 3
 MIN_SAMPLES, MAX_EVERY = 4, 8
 """Of a large model: samples of a round, so that it can tell its own error; and steps between them."""
 
-MAX_WAITING = 2**22
-"""Entries of tensors whose dot products are taken together, which bounds the memory."""
+MAX_WAITING, LARGEST_JOINED = 2**22, 2**12
+"""Entries of tensors whose dot products are taken together, which bounds the memory; and of the largest of them in a
+small model: joined, they are copied."""
 
 
 def default_sample_every(optimizer: Optimizer, interval: int) -> int:
@@ -79,6 +80,8 @@ class GradientSignal(Signal):
         self.samples: FloatArray = np.empty((0, self.num_columns))
         self._rows: list[Tensor] = []
         """Samples that are still on the device, each a matrix of one row or more."""
+        self._shares_of: tuple[list[int], list[float]] = [], []
+        """What each parameter counts, and by which they are known: asked for in every sample."""
 
     @property
     def num_columns(self) -> int:
@@ -129,54 +132,50 @@ class GradientSignal(Signal):
             parameters += group["params"]
             knobs += [knob] * len(group["params"])
         shares = self._shares(optimizer)
-        sums: dict[int, list[Tensor]] = {k: [] for k in range(self.num_knobs)}
-        in_order: list[Tensor] = []
+        found: list[tuple[int, Tensor, float]] = []
+        """Of each dot product its knob, its value, and what that counts."""
         waiting: dict[Any, list[Term]] = {}
         size: dict[Any, int] = {}
         apart: list[int] = []
-
-        def add(knob: int, found: Tensor) -> None:
-            in_order.append(found)
-            sums[knob].append(found)
-
+        largest = LARGEST_JOINED if self.anchor.stride == 1 else math.inf
         for index, (p, gradient, knob) in enumerate(zip(parameters, gradients, knobs, strict=True)):
             if gradient is None:
                 continue
-            if self.anchor.stride == 1 or gradient.is_sparse or p.dtype != gradient.dtype or p.is_complex():
+            if gradient.is_sparse or p.dtype != gradient.dtype or p.is_complex() or p.numel() > largest:
                 apart.append(index)
                 continue
-            # Of a large model: some kernels for each tensor would show.
+            # Some kernels for each tensor would show.
             columns = self.anchor.columns[index]
             factor = shares[index] * (1.0 if columns is None else columns.weight)
             for term in self.anchor.terms(p, gradient, index):
-                key = knob, factor, term[0].device, term[0].dtype, term[0].shape[1:]
+                key = knob, factor, term[0].device, term[0].dtype, None if columns is None else term[0].shape[1:]
                 waiting.setdefault(key, []).append(term)
                 size[key] = size.get(key, 0) + term[0].numel()
                 if size[key] >= MAX_WAITING:
-                    add(knob, factor * dot_all(waiting.pop(key)))
+                    found.append((knob, dot_all(waiting.pop(key), whole=columns is None), factor))
                     del size[key]
-        for (knob, factor, *_), terms in waiting.items():
-            add(knob, factor * dot_all(terms))
+        for (knob, factor, *_, shape), terms in waiting.items():
+            found.append((knob, dot_all(terms, whole=shape is None), factor))
         for index, displacement in self.anchor.displacements(parameters, apart):
-            gradient = gradients[index]
+            gradient, columns = gradients[index], self.anchor.columns[index]
             assert gradient is not None
-            add(knobs[index], dot(displacement, gradient, self.anchor.columns[index], shares[index]))
-        device = next((s.device for found in sums.values() for s in found), torch.device("cpu"))
-        sampled = [*sums.values()]
+            factor = shares[index] if columns is None else shares[index] * columns.weight
+            found.append((knobs[index], _dot(displacement, gradient, columns), factor))
+        device = found[0][1].device if found else torch.device("cpu")
+        sampled = [[term for term in found if term[0] == knob] for knob in range(self.num_knobs)]
         if self.total_slope:  # in the order of the parameters, as one knob for all would have it
-            sampled.insert(0, in_order)
-        return torch.stack(
-            [
-                torch.stack([s.to(device) for s in found]).sum() if found else torch.full((), math.nan, device=device)
-                for found in sampled
-            ]
-        )
+            sampled.insert(0, found)
+        return torch.stack([_total(terms, device) for terms in sampled])
 
     def _shares(self, optimizer: Optimizer) -> list[float]:
         """What this rank's part of each parameter counts in a sum over all ranks."""
-        signs = [-1 if group.get("maximize", False) else 1 for group in optimizer.param_groups for _ in group["params"]]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return [share * sign for share, sign in zip(shares_of(parameters, self.num_ranks), signs, strict=True)]
+        if list(map(id, parameters)) != self._shares_of[0]:
+            self._shares_of = list(map(id, parameters)), shares_of(parameters, self.num_ranks)
+        if not any(group.get("maximize", False) for group in optimizer.param_groups):
+            return self._shares_of[1]
+        signs = [-1 if group.get("maximize", False) else 1 for group in optimizer.param_groups for _ in group["params"]]
+        return [share * sign for share, sign in zip(self._shares_of[1], signs, strict=True)]
 
     def launch(self) -> None:
         if self._rows:  # one transfer for all of them
@@ -261,23 +260,28 @@ def _all_true(flags: list[Tensor], device: torch.device) -> Tensor:
 
 def dot(displacement: Tensor, gradient: Tensor, columns: Columns | None, factor: float) -> Tensor:
     """``factor`` times that of a gradient with a displacement, which may be known in some ``columns`` only."""
-    return _dot(displacement, local_tensor(gradient), columns) * (
-        factor if columns is None else factor * columns.weight
-    )
+    return _dot(displacement, gradient, columns) * (factor if columns is None else factor * columns.weight)
 
 
 Term = tuple[Tensor, Tensor, Tensor]
 """Of a dot product of a gradient with a displacement: parts of the weights, of the anchor, and of the gradient."""
 
 
-def dot_all(terms: Sequence[Term]) -> Tensor:
-    """The sum of their dot products, by a few kernels for all of them."""
-    weights, anchors, gradients = (torch.cat(found) for found in zip(*terms, strict=True))
+def dot_all(terms: Sequence[Term], *, whole: bool) -> Tensor:
+    """The sum of their dot products, by a few kernels for all of them; ``whole``: their shapes may differ."""
+    weights, anchors, gradients = (
+        torch.cat([part.reshape(-1) for part in found] if whole else found) for found in zip(*terms, strict=True)
+    )
     wide = torch.promote_types(weights.dtype, torch.float32)
-    return weights.sub_(anchors).to(wide).mul_(gradients).sum()
+    return (weights - anchors).to(wide).mul_(gradients).sum()
 
 
 def _dot(displacement: Tensor, gradient: Tensor, columns: Columns | None) -> Tensor:
+    plain = columns is None and type(gradient) is Tensor and gradient.dtype == displacement.dtype == torch.float32
+    if plain and not gradient.is_sparse and displacement.is_contiguous() and gradient.is_contiguous():
+        # By far the most frequent case, in a small model in every step: a check more shows in the step time.
+        return torch.dot(displacement.view(-1), gradient.view(-1))
+    gradient = local_tensor(gradient)
     if gradient.is_sparse and columns is not None and (gradient.sparse_dim() > 1 or gradient.dim() == 1):
         gradient = gradient.to_dense()  # its values are not rows
     if gradient.is_sparse:
@@ -294,6 +298,18 @@ def _dot(displacement: Tensor, gradient: Tensor, columns: Columns | None) -> Ten
         return torch.dot(displacement.view(-1), gradient.view(-1).float())
     wide = torch.promote_types(displacement.dtype, torch.float32)
     return (displacement.to(wide) * gradient.to(wide)).sum()
+
+
+def _total(terms: Sequence[tuple[int, Tensor, float]], device: torch.device) -> Tensor:
+    """The sum of values times what each counts; NaN without any."""
+    if not terms:
+        return torch.full((), math.nan, device=device)
+    factors = {factor for _, _, factor in terms}
+    factor = factors.pop()
+    if factors:  # parameters that are sharded in different ways, or ascend
+        return torch.stack([(value * each).to(device) for _, value, each in terms]).sum()
+    found = torch.stack([value.to(device) for _, value, _ in terms])
+    return (found if factor == 1 else found * factor).sum()
 
 
 def _unscaled(row: Tensor, optimizer: Optimizer) -> Tensor:

@@ -263,13 +263,18 @@ class Anchor:
 
     def beside(self, tensor: Tensor, index: int) -> Tensor:
         """The copy of this index, of a tensor's kind and on its device."""
-        return self.copies[index].to(device=tensor.device, dtype=tensor.dtype, non_blocking=True)
+        copy = self.copies[index]
+        if copy.dtype == tensor.dtype and copy.device == tensor.device:
+            return copy
+        return copy.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True)
 
     def terms(self, parameter: Tensor, gradient: Tensor, index: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of the dot product of a gradient with theta - A: views of the parameter, of A, and of the gradient."""
+        """Of the dot product of a gradient with theta - A: the parameter, A and the gradient, or views of parts."""
         p, g, columns = local_tensor(parameter), local_tensor(gradient), self.columns[index]
         a = self.beside(p, index)
-        if columns is None or not p.numel():  # a rank without a row of it has a term, too: zero
+        if columns is None:
+            return [(p, a, g)]
+        if not p.numel():  # a rank without a row of it has a term, too: zero
             return [(p.reshape(-1), a.reshape(-1), g.reshape(-1))]
         pieces = columns.pieces(p)
         copies = a.split_with_sizes([piece.shape[0] * piece.shape[1] for piece in pieces])
