@@ -35,9 +35,8 @@ def _scale_after(controller: Any, rounds: int = 40) -> float:
 
 def test_every_rule_can_be_taken_out(variants: ModuleType) -> None:
     for edits in variants.RULES.values():
-        assert _scale_after(variants.without(edits)()) > 0  # found, and no name is left undefined
-    for edits in variants.RULES.values():
-        assert _scale_after(variants.without(edits)()) > 0  # none leaves a name undefined, or the text unfound
+        # Raises where a rule's text is not found, or a name is left undefined; no rule alone makes this run rise.
+        assert _scale_after(variants.without(edits)()) > 1
     assert _scale_after(variants.without(())()) == _scale_after(LevelController())
     assert _scale_after(variants.without(variants.RULES["linear loss"])()) < _scale_after(LevelController())
 
