@@ -372,7 +372,7 @@ def test_a_snapshot_on_the_host_is_of_the_time_it_was_taken(beside: bool) -> Non
             step()
         torch.cuda.set_sync_debug_mode("default")
     assert snapshot._last is not None
-    kept = [*snapshot._last.tensors.values(), *(v for s in snapshot._last.state.values() for v in s.values())]
+    kept = [*snapshot._last.tensors.values(), *snapshot._last.state.values()]
     assert all(t.is_pinned() for t in kept if t.dim())
     snapshot._proven = None  # go back to the last one
     torch.cuda.set_sync_debug_mode("error")

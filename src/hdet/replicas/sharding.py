@@ -126,8 +126,15 @@ def own_part(saved: Tensor, parameter: Tensor, shape: torch.Size | None = None) 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a parameter, sharing its memory."""
+    if type(tensor) is Tensor and not tensor.requires_grad:
+        return tensor
     tensor = tensor.detach()
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def own_tensor(tensor: Tensor) -> Tensor:
+    """The same where no gradient is recorded, at once where it is the tensor itself."""
+    return tensor if type(tensor) is Tensor or type(tensor) is nn.Parameter else local_tensor(tensor)
 
 
 def doubled(tensor: Tensor) -> Tensor:
@@ -138,11 +145,6 @@ def doubled(tensor: Tensor) -> Tensor:
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """That of each."""
     return [local_tensor(t) for t in tensors]
-
-
-def located(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Sharding | None]]:
-    """That of each, and how the whole lies on a mesh."""
-    return [(local_tensor(t), sharding(t)) for t in tensors]
 
 
 def memory_view(tensor: Tensor) -> Tensor:

@@ -147,15 +147,16 @@ class GradientSignal(Signal):
             # Some kernels for each tensor would show.
             columns = self.anchor.columns[index]
             factor = shares[index] * (1.0 if columns is None else columns.weight)
+            home = p.device, p.dtype
             for term in self.anchor.terms(p, gradient, index):
-                key = knob, factor, term[0].device, term[0].dtype, None if columns is None else term[0].shape[1:]
+                key = knob, factor, home, None if columns is None else term[0].shape[1:]
                 waiting.setdefault(key, []).append(term)
                 size[key] = size.get(key, 0) + term[0].numel()
                 if size[key] >= MAX_WAITING:
-                    found.append((knob, dot_all(waiting.pop(key), whole=columns is None), factor))
+                    found.append((knob, dot_all(waiting.pop(key)), factor))
                     del size[key]
-        for (knob, factor, *_, shape), terms in waiting.items():
-            found.append((knob, dot_all(terms, whole=shape is None), factor))
+        for (knob, factor, *_), terms in waiting.items():
+            found.append((knob, dot_all(terms), factor))
         for index, displacement in self.anchor.displacements(parameters, apart):
             gradient, columns = gradients[index], self.anchor.columns[index]
             assert gradient is not None
@@ -267,11 +268,9 @@ Term = tuple[Tensor, Tensor, Tensor]
 """Of a dot product of a gradient with a displacement: parts of the weights, of the anchor, and of the gradient."""
 
 
-def dot_all(terms: Sequence[Term], *, whole: bool) -> Tensor:
-    """The sum of their dot products, by a few kernels for all of them; ``whole``: their shapes may differ."""
-    weights, anchors, gradients = (
-        torch.cat([part.reshape(-1) for part in found] if whole else found) for found in zip(*terms, strict=True)
-    )
+def dot_all(terms: Sequence[Term]) -> Tensor:
+    """The sum of their dot products, by a few kernels for all of them."""
+    weights, anchors, gradients = (torch.cat(found) for found in zip(*terms, strict=True))
     wide = torch.promote_types(weights.dtype, torch.float32)
     return (weights - anchors).to(wide).mul_(gradients).sum()
 

@@ -6,6 +6,7 @@ The share is a few entries of every row of a parameter: the same on every rank, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from hdet.replicas.sharding import (
     local_tensor,
     num_parameters,
     own_part,
+    own_tensor,
     sharding,
 )
 
@@ -72,20 +74,12 @@ class Columns(NamedTuple):
 
         Each is a view (blocks, rows, columns), where the tensor is a matrix in memory.
         """
-        matrix = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, self.width)
-        size, (down, right), s = len(matrix), matrix.stride(), self.stride
-        shift = self.row % s
-        head = min(size, -self.row % s)  # rows of a block that has begun on another rank
-        blocks, tail = divmod(size - head, s)
-        return [
-            matrix.as_strided(
-                (number, rows, self.shape[1]),
-                (s * down, down + right, s * right),
-                matrix.storage_offset() + start * down + column * right,
-            )
-            for number, rows, start, column in ((1, head, 0, shift), (blocks, s, head, 0), (1, tail, size - tail, 0))
-            if number * rows
-        ]
+        matrix = tensor
+        if tensor.dim() != 2:
+            matrix = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, self.width)
+        first = matrix.storage_offset()
+        cuts = _cuts(self, len(matrix), *matrix.stride())
+        return [matrix.as_strided(size, stride, first + start) for size, stride, start in cuts]
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same as one matrix."""
@@ -96,6 +90,20 @@ class Columns(NamedTuple):
         """What is kept of the ``values`` of some of this rank's ``rows``."""
         kept = self.stride * torch.arange(self.shape[1], device=rows.device)
         return values.reshape(len(rows), self.width).gather(1, ((rows + self.row) % self.stride).unsqueeze(1) + kept)
+
+
+@lru_cache(maxsize=1024)
+def _cuts(columns: Columns, num_rows: int, down: int, right: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Size, stride and start of each piece of a matrix with these strides; asked for in every sample."""
+    s, width = columns.stride, columns.shape[1]
+    head = min(num_rows, -columns.row % s)  # rows of a block that has begun on another rank
+    blocks, tail = divmod(num_rows - head, s)
+    found = ((1, head, 0, columns.row % s), (blocks, s, head, 0), (1, tail, num_rows - tail, 0))
+    return [
+        ((number, rows, width), (s * down, down + right, s * right), start * down + column * right)
+        for number, rows, start, column in found
+        if number * rows
+    ]
 
 
 def columns_of(parameter: Tensor, stride: int) -> Columns | None:
@@ -204,6 +212,8 @@ class Anchor:
         """How often it has moved."""
         self.differ_from: int | None = None
         """From which copy on replicas' may differ; None where they are the same."""
+        self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """Of a copy, by its index, what :meth:`terms` has cut it into."""
 
     @torch.no_grad()
     def renew(self, parameters: Iterable[Tensor]) -> None:
@@ -212,6 +222,7 @@ class Anchor:
         parameters = list(parameters)
         self.columns = self.columns_of(parameters)
         found = self.kept(map(local_tensor, parameters), self.columns)
+        self._views = {}
         if [c.shape for c in self.copies] != [p.shape for p in found]:
             self.copies = [self._copy(p) for p in found]
             return
@@ -269,19 +280,33 @@ class Anchor:
         return copy.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True)
 
     def terms(self, parameter: Tensor, gradient: Tensor, index: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of the dot product of a gradient with theta - A: the parameter, A and the gradient, or views of parts."""
-        p, g, columns = local_tensor(parameter), local_tensor(gradient), self.columns[index]
-        a = self.beside(p, index)
-        if columns is None:
-            return [(p, a, g)]
-        if not p.numel():  # a rank without a row of it has a term, too: zero
-            return [(p.reshape(-1), a.reshape(-1), g.reshape(-1))]
-        pieces = columns.pieces(p)
-        copies = a.split_with_sizes([piece.shape[0] * piece.shape[1] for piece in pieces])
-        return [
-            (piece, copy.view(piece.shape), other)
-            for piece, copy, other in zip(pieces, copies, columns.pieces(g), strict=True)
-        ]
+        """Of the dot product of a gradient with theta - A: the parameter, A and the gradient, or views of parts.
+
+        Vectors where the whole is kept.
+        """
+        p, g = own_tensor(parameter), own_tensor(gradient)
+        columns = self.columns[index]
+        if columns is None or not p.numel():  # a rank without a row of it has a term, too: zero
+            cut = [_vector(p)], self._views_of(p, index, None), [_vector(g)]
+        else:
+            pieces = columns.pieces(p)
+            cut = pieces, self._views_of(p, index, pieces), columns.pieces(g)
+        return list(zip(*cut, strict=True))
+
+    def _views_of(self, tensor: Tensor, index: int, pieces: list[Tensor] | None) -> list[Tensor]:
+        """The copy of this index, cut as ``pieces`` of its tensor are; None for a vector."""
+        copy = self.beside(tensor, index)
+        known = self._views.get(index)
+        if known is not None and known[0] is copy:
+            return known[1]
+        if pieces is None:
+            views = [copy.reshape(-1)]
+        else:
+            parts = copy.split_with_sizes([piece.shape[0] * piece.shape[1] for piece in pieces])
+            views = [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
+        if copy is self.copies[index]:
+            self._views[index] = copy, views
+        return views
 
     def saved(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The copies in the form to be saved; before there are any, those that a first step would make."""
@@ -293,6 +318,10 @@ class Anchor:
     def _copy(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
         return tensor.to(device=self.device, dtype=dtype, copy=True)
+
+
+def _vector(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def _chunks(sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,14 +20,15 @@ from hdet.replicas.sharding import (
     expanded_dims,
     local_tensor,
     local_tensors,
-    located,
     num_parameters,
     on_mesh,
+    sharding,
 )
 from hdet.weights.anchor import tensors_of
 from hdet.weights.averaged import Weights
 
 Tensors = Mapping[int, Tensor] | Sequence[Tensor]
+_Key = TypeVar("_Key")
 
 
 class Snapshot:
@@ -74,20 +75,16 @@ class Snapshot:
         self.settle()
         reused, self._proven = self._proven, self._last or self._proven
         old = _Copy({}, {}, {}) if reused is None or reused is self._proven else reused
-        kept = {key: self._kept(old.tensors.get(key), t) for key, t in _by_key(tensors).items()}
-        live, homes = _parts({index: optimizer.state.get(p, {}) for index, p in enumerate(_parameters(optimizer))})
-        travelling = [live[index][name] for index, name in homes if beside and self._pins(live[index][name])]
+        kept = self._copies(old.tensors, _by_key(tensors))
+        live, homes = _parts(optimizer)
+        travelling = [live[place] for place in homes if beside and self._pins(live[place])]
         with self._aside.copying(travelling):
-            state = {
-                index: {name: self._kept(old.state.get(index, {}).get(name), value) for name, value in values.items()}
-                for index, values in live.items()
-            }
-        self._last = _Copy(kept, state, homes)
+            self._last = _Copy(kept, self._copies(old.state, live), homes)
 
     def add(self, tensors: Mapping[int, Tensor]) -> None:
         """Put what the copies do not hold yet into them, as it is now: parameters that join in mid-run."""
         for kept in filter(None, (self._last, self._proven)):
-            kept.tensors.update({key: self._kept(None, t) for key, t in tensors.items() if key not in kept.tensors})
+            kept.tensors.update({key: self._copy(t) for key, t in tensors.items() if key not in kept.tensors})
 
     @torch.no_grad()
     def restore(self, tensors: Tensors, optimizer: Optimizer) -> None:
@@ -100,8 +97,11 @@ class Snapshot:
         for key, t in _by_key(tensors).items():
             if key in source.tensors:
                 _write(t, source.tensors[key])
+        state: dict[int, dict[str, Any]] = {}
+        for (index, name), value in source.state.items():
+            state.setdefault(index, {})[name] = value
         for index, p in enumerate(_parameters(optimizer)):
-            kept = source.state.get(index, {})
+            kept = state.get(index, {})
             live = optimizer.state[p]
             for name in list(live):
                 if name not in kept:
@@ -116,11 +116,29 @@ class Snapshot:
             if not live:
                 del optimizer.state[p]
 
-    def _kept(self, old: Any, value: Any) -> Any:
+    def _copies(self, old: Mapping[Any, Any], values: Mapping[_Key, Any]) -> dict[_Key, Any]:
+        """A copy of each value, in the memory of the old one where it fits."""
+        found: dict[_Key, Any] = {}
+        pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for key, value in values.items():
+            kept = old.get(key)
+            if not (isinstance(value, Tensor) and isinstance(kept, Tensor)) or _kind(kept) != _kind(value):
+                found[key] = self._copy(value)
+                continue
+            found[key] = kept
+            if type(value) is type(kept) is Tensor and value.layout == torch.strided:
+                onto, from_ = pairs.setdefault((kept.device, value.device, value.dtype), ([], []))
+                onto.append(kept)
+                from_.append(value)
+            else:
+                kept.copy_(value, non_blocking=True)
+        for onto, from_ in pairs.values():  # some kernels for each of them would show
+            torch._foreach_copy_(onto, from_, non_blocking=True)
+        return found
+
+    def _copy(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        if isinstance(old, Tensor) and old.shape == value.shape and old.dtype == value.dtype:
-            return old.copy_(value, non_blocking=True)
         if self._pins(value):
             return self._pinned.empty_like(value).copy_(value.detach(), non_blocking=True)
         return value.detach().to(device=self.device, copy=True)
@@ -267,22 +285,31 @@ class _Home(NamedTuple):
         return value if self.sharding is None else on_mesh(value, self.sharding)
 
 
+_Place = tuple[int, str]
+"""Of a value of the optimizer's state: its parameter's index, and its name."""
+
+
 class _Copy(NamedTuple):
     tensors: dict[int, Tensor]
-    state: dict[int, dict[str, Any]]
-    homes: dict[tuple[int, str], _Home]
+    state: dict[_Place, Any]
+    homes: dict[_Place, _Home]
 
 
-def _parts(
-    state: Mapping[int, Mapping[str, Any]],
-) -> tuple[dict[int, dict[str, Any]], dict[tuple[int, str], _Home]]:
+def _parts(optimizer: Optimizer) -> tuple[dict[_Place, Any], dict[_Place, _Home]]:
     """An optimizer's state with this rank's parts of its tensors, and where each of them was."""
-    live = {index: dict(values) for index, values in state.items()}
-    keys = [(index, name) for index, values in live.items() for name, v in values.items() if isinstance(v, Tensor)]
-    homes, tensors = {}, [live[index][name] for index, name in keys]
-    for (index, name), whole, (part, found) in zip(keys, tensors, located(tensors), strict=True):
-        live[index][name], homes[index, name] = part, _Home(whole.device, found)
+    live: dict[_Place, Any] = {}
+    homes: dict[_Place, _Home] = {}
+    for index, p in enumerate(_parameters(optimizer)):
+        for name, value in optimizer.state.get(p, {}).items():
+            live[index, name] = value
+            if isinstance(value, Tensor):
+                live[index, name] = local_tensor(value)
+                homes[index, name] = _Home(value.device, sharding(value))
     return live, homes
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _write(target: Tensor, kept: Tensor) -> None:
