@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -483,7 +484,7 @@ def test_samples_of_a_round_by_default(interval: int, small: int, large: int) ->
 @pytest.mark.parametrize("most", [1, 300, 2**22])
 def test_tensors_of_a_large_model_are_added_up_together(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """However many at a time, the slopes of both knobs and of all are those of each tensor by itself."""
-    monkeypatch.setattr("hdet.signals.gradient.MAX_WAITING", most)
+    monkeypatch.setattr("hdet.signals.dot_products.MAX_JOINED", most)
     g = torch.Generator().manual_seed(0)
     shapes = [(120, 64), (5,), (70, 80), (3, 2), (4100,), (64, 3, 5, 5)]
     parameters = [nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
@@ -508,6 +509,84 @@ def test_tensors_of_a_large_model_are_added_up_together(monkeypatch: pytest.Monk
     assert reading.total_slope is not None
     assert reading.slopes[0] == pytest.approx(expected, rel=1e-5)
     assert reading.total_slope[0] == pytest.approx(sum(expected), rel=1e-5)
+
+
+def _products(p: Tensor, start: Tensor, columns: Columns | None) -> float:
+    """One after the other."""
+    assert p.grad is not None
+    gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    found = ((p.detach() - start) * gradient).double()
+    return float((found if columns is None else columns.of(found) * columns.weight).sum())
+
+
+@pytest.mark.parametrize("stride", [1, 8])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_tensors_may_lie_otherwise_in_memory_than_in_the_step_before(stride: int, dtype: torch.dtype | None) -> None:
+    """What is taken together is known from step to step, until anything about it changes."""
+    g = torch.Generator().manual_seed(0)
+    shapes = [(120, 64), (5,), (70, 80), (64, 8, 3, 3), (9, 7), (33,)]
+    parameters = [nn.Parameter(torch.randn(shape, generator=g)) for shape in shapes]
+    anchor = Anchor(stride=stride, dtype=dtype)
+    optimizer = torch.optim.SGD(parameters[:5], lr=0.1)
+
+    def renew() -> None:
+        anchor.renew(parameters[: len(optimizer.param_groups[0]["params"])])
+        starts[:] = [p.detach().to(dtype or p.dtype).to(p.dtype, copy=True) for p in parameters]
+
+    def load() -> None:
+        anchor.copies = []
+        renew()
+
+    def average() -> None:
+        for index, copy in enumerate(anchor.copies):
+            copy.div_(2)
+            starts[index].div_(2)
+
+    def swap(index: int, change: Callable[[Tensor], Tensor]) -> None:
+        parameters[index].data = change(parameters[index].data)
+
+    def join() -> None:
+        optimizer.param_groups[0]["params"].append(parameters[5])
+        anchor.add(parameters[5:])
+        starts[5] = parameters[5].detach().to(dtype or torch.float32).to(torch.float32, copy=True)
+
+    starts: list[Tensor] = []
+    seen: list[float] = []
+    renew()
+    signal = GradientSignal(anchor, [0], sample_every=1, num_ranks=1)
+    last, first = torch.channels_last, torch.contiguous_format
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: None,
+        lambda: swap(2, lambda t: t.t().contiguous().t()),
+        lambda: swap(0, torch.clone),
+        lambda: swap(3, lambda t: t.contiguous(memory_format=last)),
+        renew,
+        lambda: swap(3, lambda t: t.contiguous(memory_format=first)),
+        lambda: swap(4, lambda t: torch.cat([t, t])[3:12]),
+        load,
+        average,
+        lambda: None if len(anchor.copies) == 6 else join(),
+    ]
+    given: list[Callable[[int, Tensor], Tensor | None]] = [
+        lambda index, t: t,
+        lambda index, t: None if index == 1 else t,
+        lambda index, t: t.to_sparse(1) if index == 0 else t,
+        lambda index, t: t.mT.contiguous().mT if t.dim() == 2 else t,
+        lambda index, t: t.contiguous(memory_format=last) if t.dim() == 4 else t,
+        lambda index, t: torch.stack([t, t], -1)[..., 0],
+    ]
+    for gradient, change in itertools.product(given, changes):
+        change()
+        shift(parameters, len(seen))
+        joined = optimizer.param_groups[0]["params"]
+        for index, p in enumerate(joined):
+            p.grad = gradient(index, torch.randn(p.shape, generator=g))
+        signal.before_step(optimizer)
+        together = zip(joined, starts, anchor.columns, strict=False)
+        expected = sum(_products(p, start, columns) for p, start, columns in together if p.grad is not None)
+        seen.append(drain(signal)[0][0])
+        assert seen[-1] == pytest.approx(expected, rel=1e-4, abs=1e-2)
 
 
 def test_a_rank_without_a_row_of_a_large_tensor_adds_nothing() -> None:

@@ -20,7 +20,7 @@ from hdet.history import KnobRecord
 from hdet.notices import tell
 from hdet.policy.decayed_mean import DecayedMean
 from hdet.replicas.sharding import as_saved, local_tensor
-from hdet.signals.gradient import dot
+from hdet.signals.dot_products import dot
 from hdet.weights.anchor import Anchor, tensors_of
 
 FADE = 0.85

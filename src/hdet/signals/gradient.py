@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from hdet.checks import FloatArray, numbers_of, shown, whole_of
 from hdet.notices import tell
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import LARGE_MODEL, local_tensor, num_parameters, shares_of
+from hdet.replicas.sharding import LARGE_MODEL, num_parameters
 from hdet.signals.base import Reading, Signal
-from hdet.weights.anchor import Anchor, Columns
+from hdet.signals.dot_products import DotProducts, Product
+from hdet.weights.anchor import Anchor
 
 MAX_SAMPLES = 64
 """Samples of one round. A longer round samples every so many steps."""
@@ -30,10 +31,6 @@ MAX_WITHOUT = 3
 
 MIN_SAMPLES, MAX_EVERY = 4, 8
 """Of a large model: samples of a round, so that it can tell its own error; and steps between them."""
-
-MAX_WAITING, LARGEST_JOINED = 2**22, 2**12
-"""Entries of tensors whose dot products are taken together, which bounds the memory; and of the largest of them in a
-small model: joined, they are copied."""
 
 
 def default_sample_every(optimizer: Optimizer, interval: int) -> int:
@@ -80,8 +77,7 @@ class GradientSignal(Signal):
         self.samples: FloatArray = np.empty((0, self.num_columns))
         self._rows: list[Tensor] = []
         """Samples that are still on the device, each a matrix of one row or more."""
-        self._shares_of: tuple[list[int], list[float]] = [], []
-        """What each parameter counts, and by which they are known: asked for in every sample."""
+        self.dot_products = DotProducts(anchor, num_ranks)
 
     @property
     def num_columns(self) -> int:
@@ -108,6 +104,15 @@ class GradientSignal(Signal):
             self._look_for_gradients(gradients)
         self._rows.append(_unscaled(self._dots(optimizer, gradients), optimizer)[None])
 
+    def _dots(self, optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> Tensor:
+        """<g, theta - A> of each knob, this rank's share of it, for any gradients of the parameters."""
+        found = self.dot_products.of(optimizer, gradients, self.knob_of_group)
+        sampled = [[term for term in found if term[0] == knob] for knob in range(self.num_knobs)]
+        if self.total_slope:  # in the order of the parameters, as one knob for all would have it
+            sampled.insert(0, found)
+        device = found[0][1].device if found else torch.device("cpu")
+        return torch.stack([_total(terms, device) for terms in sampled])
+
     def _look_for_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Say once where there are none: parameters may have been updated inside backward."""
         if any(gradient is not None for gradient in gradients):
@@ -123,60 +128,6 @@ class GradientSignal(Signal):
                 "their losses alone. Give AutoLR an optimizer of parameters that keep their gradients until its step, "
                 "and let the others follow its learning rate: docs/frameworks.md, `Optimizers stepped inside backward`"
             )
-
-    def _dots(self, optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> Tensor:
-        """<g, theta - A> of each knob, this rank's share of it, for any gradients of the parameters."""
-        parameters: list[Tensor] = []
-        knobs: list[int] = []
-        for group, knob in zip(optimizer.param_groups, self.knob_of_group, strict=True):
-            parameters += group["params"]
-            knobs += [knob] * len(group["params"])
-        shares = self._shares(optimizer)
-        found: list[tuple[int, Tensor, float]] = []
-        """Of each dot product its knob, its value, and what that counts."""
-        waiting: dict[Any, list[Term]] = {}
-        size: dict[Any, int] = {}
-        apart: list[int] = []
-        largest = LARGEST_JOINED if self.anchor.stride == 1 else math.inf
-        for index, (p, gradient, knob) in enumerate(zip(parameters, gradients, knobs, strict=True)):
-            if gradient is None:
-                continue
-            if gradient.is_sparse or p.dtype != gradient.dtype or p.is_complex() or p.numel() > largest:
-                apart.append(index)
-                continue
-            # Some kernels for each tensor would show.
-            columns = self.anchor.columns[index]
-            factor = shares[index] * (1.0 if columns is None else columns.weight)
-            home = p.device, p.dtype
-            for term in self.anchor.terms(p, gradient, index):
-                key = knob, factor, home, None if columns is None else term[0].shape[1:]
-                waiting.setdefault(key, []).append(term)
-                size[key] = size.get(key, 0) + term[0].numel()
-                if size[key] >= MAX_WAITING:
-                    found.append((knob, dot_all(waiting.pop(key)), factor))
-                    del size[key]
-        for (knob, factor, *_), terms in waiting.items():
-            found.append((knob, dot_all(terms), factor))
-        for index, displacement in self.anchor.displacements(parameters, apart):
-            gradient, columns = gradients[index], self.anchor.columns[index]
-            assert gradient is not None
-            factor = shares[index] if columns is None else shares[index] * columns.weight
-            found.append((knobs[index], _dot(displacement, gradient, columns), factor))
-        device = found[0][1].device if found else torch.device("cpu")
-        sampled = [[term for term in found if term[0] == knob] for knob in range(self.num_knobs)]
-        if self.total_slope:  # in the order of the parameters, as one knob for all would have it
-            sampled.insert(0, found)
-        return torch.stack([_total(terms, device) for terms in sampled])
-
-    def _shares(self, optimizer: Optimizer) -> list[float]:
-        """What this rank's part of each parameter counts in a sum over all ranks."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if list(map(id, parameters)) != self._shares_of[0]:
-            self._shares_of = list(map(id, parameters)), shares_of(parameters, self.num_ranks)
-        if not any(group.get("maximize", False) for group in optimizer.param_groups):
-            return self._shares_of[1]
-        signs = [-1 if group.get("maximize", False) else 1 for group in optimizer.param_groups for _ in group["params"]]
-        return [share * sign for share, sign in zip(self._shares_of[1], signs, strict=True)]
 
     def launch(self) -> None:
         if self._rows:  # one transfer for all of them
@@ -259,47 +210,7 @@ def _all_true(flags: list[Tensor], device: torch.device) -> Tensor:
     )
 
 
-def dot(displacement: Tensor, gradient: Tensor, columns: Columns | None, factor: float) -> Tensor:
-    """``factor`` times that of a gradient with a displacement, which may be known in some ``columns`` only."""
-    return _dot(displacement, gradient, columns) * (factor if columns is None else factor * columns.weight)
-
-
-Term = tuple[Tensor, Tensor, Tensor]
-"""Of a dot product of a gradient with a displacement: parts of the weights, of the anchor, and of the gradient."""
-
-
-def dot_all(terms: Sequence[Term]) -> Tensor:
-    """The sum of their dot products, by a few kernels for all of them."""
-    weights, anchors, gradients = (torch.cat(found) for found in zip(*terms, strict=True))
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    return (weights - anchors).to(wide).mul_(gradients).sum()
-
-
-def _dot(displacement: Tensor, gradient: Tensor, columns: Columns | None) -> Tensor:
-    plain = columns is None and type(gradient) is Tensor and gradient.dtype == displacement.dtype == torch.float32
-    if plain and not gradient.is_sparse and displacement.is_contiguous() and gradient.is_contiguous():
-        # By far the most frequent case, in a small model in every step: a check more shows in the step time.
-        return torch.dot(displacement.view(-1), gradient.view(-1))
-    gradient = local_tensor(gradient)
-    if gradient.is_sparse and columns is not None and (gradient.sparse_dim() > 1 or gradient.dim() == 1):
-        gradient = gradient.to_dense()  # its values are not rows
-    if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        rows = gradient.indices()
-        displacement, gradient = displacement[tuple(rows)], gradient.values()
-        if columns is not None:
-            gradient = columns.of_rows(gradient, rows[0])
-    elif columns is not None:
-        gradient = columns.of(gradient)
-    if displacement.is_complex():
-        displacement, gradient = torch.view_as_real(displacement), torch.view_as_real(gradient)
-    if displacement.is_contiguous() and gradient.is_contiguous() and displacement.dtype == torch.float32:
-        return torch.dot(displacement.view(-1), gradient.view(-1).float())
-    wide = torch.promote_types(displacement.dtype, torch.float32)
-    return (displacement.to(wide) * gradient.to(wide)).sum()
-
-
-def _total(terms: Sequence[tuple[int, Tensor, float]], device: torch.device) -> Tensor:
+def _total(terms: Sequence[Product], device: torch.device) -> Tensor:
     """The sum of values times what each counts; NaN without any."""
     if not terms:
         return torch.full((), math.nan, device=device)

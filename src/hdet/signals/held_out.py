@@ -115,7 +115,9 @@ class HeldOutGradient(GradientSignal):
     def _probe_row(self, optimizer: Optimizer, loss: Tensor, gradients: Sequence[Tensor | None]) -> Tensor:
         slopes = self._dots(optimizer, gradients)
         by_decay = (
-            torch.zeros(()) if self.decay is None else self.decay.sample(optimizer, gradients, self._shares(optimizer))
+            torch.zeros(())
+            if self.decay is None
+            else self.decay.sample(optimizer, gradients, self.dot_products.shares(optimizer))
         )
         return torch.cat(
             [slopes, torch.stack([each.to(slopes) for each in (by_decay, loss.reshape(()) / self.num_ranks)])]

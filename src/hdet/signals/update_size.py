@@ -14,7 +14,7 @@ from hdet.beside import trained_by_muon
 from hdet.checks import FloatArray
 from hdet.policy.level import Sizes
 from hdet.replicas.group import Replicas
-from hdet.replicas.sharding import doubled, local_tensors, shares_of, whole_size
+from hdet.replicas.sharding import doubled, local_tensors, own_tensor, shares_of, whole_size
 from hdet.signals.base import Reading, Signal
 from hdet.weights.anchor import Columns, columns_of, stride_of
 from hdet.weights.averaged import Weights
@@ -71,7 +71,7 @@ class UpdateSize(Signal):
         moving = [p for p in moving if p.is_floating_point() or p.is_complex()]
         columns = [columns_of(p, self.stride) for p in moving]
         kept = _kept(moving, columns)
-        copies = [t.clone() if _is_part(t, p) else t for t, p in zip(kept, local_tensors(moving), strict=True)]
+        copies = [t.clone() if _is_part(t, p) else t for t, p in zip(kept, map(own_tensor, moving), strict=True)]
         self._before = list(zip(moving, columns, copies, strict=True))
         if self._wants_gradient and moving:
             gradients = local_tensors([p.grad for p in moving])
@@ -129,7 +129,7 @@ class UpdateSize(Signal):
 
 def _kept(parameters: Sequence[Tensor], columns: Sequence[Columns | None]) -> Iterator[Tensor]:
     """One after the other: what is kept of a parameter may be a copy."""
-    return (t if c is None else c.of(t) for t, c in zip(local_tensors(parameters), columns, strict=True))
+    return (t if c is None else c.of(t) for t, c in zip(map(own_tensor, parameters), columns, strict=True))
 
 
 def _is_part(kept: Tensor, parameter: Tensor) -> bool:

@@ -22,7 +22,6 @@ from hdet.replicas.sharding import (
     local_tensor,
     num_parameters,
     own_part,
-    own_tensor,
     sharding,
 )
 
@@ -78,7 +77,7 @@ class Columns(NamedTuple):
         if tensor.dim() != 2:
             matrix = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, self.width)
         first = matrix.storage_offset()
-        cuts = _cuts(self, len(matrix), *matrix.stride())
+        cuts = _cuts(self, matrix.shape[0], *matrix.stride())
         return [matrix.as_strided(size, stride, first + start) for size, stride, start in cuts]
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -94,7 +93,7 @@ class Columns(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _cuts(columns: Columns, num_rows: int, down: int, right: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Size, stride and start of each piece of a matrix with these strides; asked for in every sample."""
+    """Size, stride and start of each piece of a matrix with these strides: asked for in every round."""
     s, width = columns.stride, columns.shape[1]
     head = min(num_rows, -columns.row % s)  # rows of a block that has begun on another rank
     blocks, tail = divmod(num_rows - head, s)
@@ -212,8 +211,6 @@ class Anchor:
         """How often it has moved."""
         self.differ_from: int | None = None
         """From which copy on replicas' may differ; None where they are the same."""
-        self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        """Of a copy, by its index, what :meth:`terms` has cut it into."""
 
     @torch.no_grad()
     def renew(self, parameters: Iterable[Tensor]) -> None:
@@ -222,7 +219,6 @@ class Anchor:
         parameters = list(parameters)
         self.columns = self.columns_of(parameters)
         found = self.kept(map(local_tensor, parameters), self.columns)
-        self._views = {}
         if [c.shape for c in self.copies] != [p.shape for p in found]:
             self.copies = [self._copy(p) for p in found]
             return
@@ -279,35 +275,6 @@ class Anchor:
             return copy
         return copy.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True)
 
-    def terms(self, parameter: Tensor, gradient: Tensor, index: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of the dot product of a gradient with theta - A: the parameter, A and the gradient, or views of parts.
-
-        Vectors where the whole is kept.
-        """
-        p, g = own_tensor(parameter), own_tensor(gradient)
-        columns = self.columns[index]
-        if columns is None or not p.numel():  # a rank without a row of it has a term, too: zero
-            cut = [_vector(p)], self._views_of(p, index, None), [_vector(g)]
-        else:
-            pieces = columns.pieces(p)
-            cut = pieces, self._views_of(p, index, pieces), columns.pieces(g)
-        return list(zip(*cut, strict=True))
-
-    def _views_of(self, tensor: Tensor, index: int, pieces: list[Tensor] | None) -> list[Tensor]:
-        """The copy of this index, cut as ``pieces`` of its tensor are; None for a vector."""
-        copy = self.beside(tensor, index)
-        known = self._views.get(index)
-        if known is not None and known[0] is copy:
-            return known[1]
-        if pieces is None:
-            views = [copy.reshape(-1)]
-        else:
-            parts = copy.split_with_sizes([piece.shape[0] * piece.shape[1] for piece in pieces])
-            views = [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
-        if copy is self.copies[index]:
-            self._views[index] = copy, views
-        return views
-
     def saved(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The copies in the form to be saved; before there are any, those that a first step would make."""
         columns = self.columns_of(parameters)
@@ -318,10 +285,6 @@ class Anchor:
     def _copy(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else None
         return tensor.to(device=self.device, dtype=dtype, copy=True)
-
-
-def _vector(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 def _chunks(sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -119,20 +120,23 @@ class Snapshot:
     def _copies(self, old: Mapping[Any, Any], values: Mapping[_Key, Any]) -> dict[_Key, Any]:
         """A copy of each value, in the memory of the old one where it fits."""
         found: dict[_Key, Any] = {}
-        pairs: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        pairs: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for key, value in values.items():
             kept = old.get(key)
-            if not (isinstance(value, Tensor) and isinstance(kept, Tensor)) or _kind(kept) != _kind(value):
+            if (
+                not isinstance(value, Tensor)
+                or not isinstance(kept, Tensor)
+                or kept.dtype != value.dtype
+                or kept.shape != value.shape
+            ):
                 found[key] = self._copy(value)
-                continue
-            found[key] = kept
-            if type(value) is type(kept) is Tensor and value.layout == torch.strided:
-                onto, from_ = pairs.setdefault((kept.device, value.device, value.dtype), ([], []))
-                onto.append(kept)
-                from_.append(value)
+            elif type(value) is type(kept) is Tensor and value.layout == torch.strided:
+                found[key] = kept
+                pairs[kept.device, value.device, value.dtype].append((kept, value))
             else:
-                kept.copy_(value, non_blocking=True)
-        for onto, from_ in pairs.values():  # some kernels for each of them would show
+                found[key] = kept.copy_(value, non_blocking=True)
+        for alike in pairs.values():  # some kernels for each of them would show
+            onto, from_ = zip(*alike, strict=True)
             torch._foreach_copy_(onto, from_, non_blocking=True)
         return found
 
@@ -302,14 +306,12 @@ def _parts(optimizer: Optimizer) -> tuple[dict[_Place, Any], dict[_Place, _Home]
     for index, p in enumerate(_parameters(optimizer)):
         for name, value in optimizer.state.get(p, {}).items():
             live[index, name] = value
-            if isinstance(value, Tensor):
+            if type(value) is Tensor:
+                homes[index, name] = _Home(value.device, None)
+            elif isinstance(value, Tensor):
                 live[index, name] = local_tensor(value)
                 homes[index, name] = _Home(value.device, sharding(value))
     return live, homes
-
-
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
 
 
 def _write(target: Tensor, kept: Tensor) -> None:
