@@ -21,6 +21,9 @@ MAX_JOINED, LARGEST_JOINED = 2**22, 2**12
 """Entries of tensors whose dot products are taken together, which bounds the memory; and of the largest of them in a
 small model: joined, they are copied."""
 
+MAX_PLANS = 16
+"""At a time: in a mixture of experts, say, others have gradients in every step."""
+
 Product = tuple[int, Tensor, float]
 """The dot product of some tensors: the knob of them all, its value, and what that counts."""
 
@@ -46,16 +49,14 @@ class Plan(NamedTuple):
     """What is taken together.
 
     Attributes:
-        made_for: how the tensors lie in memory, and all else that it follows from.
         joined: of tensors that are alike.
         apart: indices of the others.
         scattered: indices of weights, and of gradients, that are not one matrix in memory.
     """
 
-    made_for: Any = None
-    joined: Sequence[Joined] = ()
-    apart: Sequence[int] = ()
-    scattered: Sequence[Sequence[int]] = ((), ())
+    joined: list[Joined]
+    apart: list[int]
+    scattered: tuple[list[int], list[int]]
 
 
 class DotProducts:
@@ -71,7 +72,9 @@ class DotProducts:
         self.num_ranks = num_ranks
         self._shares_of: tuple[list[int], list[float]] = [], []
         """What each parameter counts, and by which they are known: asked for in every sample."""
-        self._plan = Plan()
+        self._plans: dict[Any, Plan] = {}
+        """By how the tensors lie in memory. They are of an anchor that has moved so often:"""
+        self._num_renewed = -1
 
     def of(
         self, optimizer: Optimizer, gradients: Sequence[Tensor | None], knob_of_group: Sequence[int]
@@ -120,15 +123,23 @@ class DotProducts:
         self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], knobs: list[int], shares: list[float]
     ) -> Plan:
         """What is taken together of tensors that lie in memory as these do."""
-        made_for = (
-            [(w.device, w.dtype, w.stride(), w.storage_offset()) for w in weights],
-            [None if g is None else g.is_sparse or (g.dtype, g.stride(), g.storage_offset()) for g in gradients],
-            knobs,
-            shares,
-            self.anchor.num_renewed,
+        if self._num_renewed != self.anchor.num_renewed:
+            self._plans, self._num_renewed = {}, self.anchor.num_renewed
+        key = (
+            tuple([(w.device, w.dtype, w.stride(), w.storage_offset()) for w in weights]),
+            tuple([None if g is None else g.is_sparse or (g.dtype, g.stride(), g.storage_offset()) for g in gradients]),
+            tuple(knobs),
+            tuple(shares),
         )
-        if made_for == self._plan.made_for:
-            return self._plan
+        if key not in self._plans:
+            if len(self._plans) == MAX_PLANS:
+                self._plans = {}
+            self._plans[key] = self._plan(weights, gradients, knobs, shares)
+        return self._plans[key]
+
+    def _plan(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], knobs: list[int], shares: list[float]
+    ) -> Plan:
         joined: list[Joined] = []
         waiting: dict[Any, Joined] = {}
         size: dict[Any, int] = {}
@@ -163,8 +174,7 @@ class DotProducts:
                 if size[key] >= MAX_JOINED:
                     joined.append(waiting.pop(key))
                     del size[key]
-        self._plan = Plan(made_for, [*joined, *waiting.values()], apart, scattered)
-        return self._plan
+        return Plan([*joined, *waiting.values()], apart, scattered)
 
 
 def _pieces(tensors: tuple[Tensor, Tensor, Tensor], columns: Columns | None) -> list[tuple[Tensor, Tensor, Tensor]]:
