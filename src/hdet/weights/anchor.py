@@ -110,11 +110,10 @@ def columns_of(parameter: Tensor, stride: int) -> Columns | None:
 
     That is so where it is small, and where it is sharded in another way than by its rows.
     """
-    found = sharding(parameter)
-    shape = parameter.shape if found is None else found.shape
-    if stride == 1 or shape.numel() < SMALL_TENSOR:
+    if stride == 1:
         return None
-    row = 0
+    found, row = sharding(parameter), 0
+    shape = parameter.shape if found is None else found.shape
     cuts = [] if found is None else [p for p in found.placements if not p.is_replicate()]
     if found is not None and cuts:
         from torch.distributed.tensor import Shard  # loaded already: a parameter lies on a mesh
@@ -123,6 +122,13 @@ def columns_of(parameter: Tensor, stride: int) -> Columns | None:
         if len(shape) == 1 or any(type(p) is not Shard or p.dim != 0 for p in cuts):
             return None
         row = _first_row(found)
+    return _columns(shape, stride, row)
+
+
+@lru_cache(maxsize=1024)
+def _columns(shape: torch.Size, stride: int, row: int) -> Columns | None:
+    if shape.numel() < SMALL_TENSOR:
+        return None
     num_rows = shape[0] if len(shape) > 1 else 1
     width = shape.numel() // num_rows
     most = min(stride, width // 2)
