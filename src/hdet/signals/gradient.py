@@ -36,8 +36,8 @@ MIN_SAMPLES, MAX_EVERY = 4, 8
 def default_sample_every(optimizer: Optimizer, interval: int) -> int:
     """Steps between samples: all that fit into a round's table; of a large model about four a round.
 
-    A sample starts a few kernels for each tensor, and reads weights and gradient; where the anchor holds a share of the
-    entries it reads less, but starts as many. In every step that would show in the step time of a GPU.
+    A sample takes a call or two for each tensor, and reads weights and gradient; where the anchor holds a share of the
+    entries it reads less, but takes as many. In every step that would show in the step time of a GPU.
     """
     return sample_every(num_parameters(optimizer), interval)
 
