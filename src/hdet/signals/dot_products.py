@@ -1,5 +1,8 @@
 """Dot products of gradients with theta - A, by a few kernels for all tensors that are alike.
 
+Tensors of different param groups are not taken together: so groups that have a learning rate each, without evidence
+apart, are to the last bit what they are with one for all.
+
 Which pieces of which tensors are taken together is found out once, and again where one lies in memory otherwise than
 before: some calls for each tensor in every step would show in the step time of a GPU.
 """
@@ -32,12 +35,12 @@ Cut = tuple[int, tuple[Sequence[int], Sequence[int], int] | None]
 
 
 class Joined(NamedTuple):
-    """Pieces of tensors that are alike, of one knob, and what their dot product counts.
+    """Pieces of tensors that are alike, of one param group, and what their dot product counts.
 
     ``views``: the anchor's pieces, where they are on the weights' device.
     """
 
-    knob: int
+    group: int
     factor: float
     weights: list[Cut]
     anchors: list[Cut]
@@ -81,14 +84,14 @@ class DotProducts:
     ) -> list[Product]:
         """This rank's share of them, for any gradients of the parameters."""
         parameters: list[Tensor] = []
-        knobs: list[int] = []
-        for group, knob in zip(optimizer.param_groups, knob_of_group, strict=True):
+        groups: list[int] = []
+        for number, group in enumerate(optimizer.param_groups):
             parameters += group["params"]
-            knobs += [knob] * len(group["params"])
+            groups += [number] * len(group["params"])
         shares = self.shares(optimizer)
         weights: list[Any] = [own_tensor(p) for p in parameters]
         own: list[Any] = [g if g is None or g.is_sparse else own_tensor(g) for g in gradients]
-        plan = self._planned(weights, own, knobs, shares)
+        plan = self._planned(weights, own, groups, shares)
         for tensors, scattered in zip((weights, own), plan.scattered, strict=True):
             for index in scattered:
                 tensors[index] = tensors[index].contiguous()
@@ -101,12 +104,12 @@ class DotProducts:
                 away = {index: self.anchor.beside(weights[index], index).contiguous() for index, _ in joined.anchors}
                 a = torch.cat(_cut(away, joined.anchors))
             wide = torch.promote_types(w.dtype, torch.float32)
-            found.append((joined.knob, (w - a).to(wide).mul_(g).sum(), joined.factor))
+            found.append((knob_of_group[joined.group], (w - a).to(wide).mul_(g).sum(), joined.factor))
         for index, displacement in self.anchor.displacements(parameters, plan.apart):
             gradient, columns = gradients[index], self.anchor.columns[index]
             assert gradient is not None
             factor = shares[index] if columns is None else shares[index] * columns.weight
-            found.append((knobs[index], _dot(displacement, gradient, columns), factor))
+            found.append((knob_of_group[groups[index]], _dot(displacement, gradient, columns), factor))
         return found
 
     def shares(self, optimizer: Optimizer) -> list[float]:
@@ -120,7 +123,7 @@ class DotProducts:
         return [share * sign for share, sign in zip(self._shares_of[1], signs, strict=True)]
 
     def _planned(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], knobs: list[int], shares: list[float]
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], groups: list[int], shares: list[float]
     ) -> Plan:
         """What is taken together of tensors that lie in memory as these do."""
         if self._num_renewed != self.anchor.num_renewed:
@@ -128,17 +131,17 @@ class DotProducts:
         key = (
             tuple([(w.device, w.dtype, w.stride(), w.storage_offset()) for w in weights]),
             tuple([None if g is None else g.is_sparse or (g.dtype, g.stride(), g.storage_offset()) for g in gradients]),
-            tuple(knobs),
+            tuple(groups),
             tuple(shares),
         )
         if key not in self._plans:
             if len(self._plans) == MAX_PLANS:
                 self._plans = {}
-            self._plans[key] = self._plan(weights, gradients, knobs, shares)
+            self._plans[key] = self._plan(weights, gradients, groups, shares)
         return self._plans[key]
 
     def _plan(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], knobs: list[int], shares: list[float]
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], groups: list[int], shares: list[float]
     ) -> Plan:
         joined: list[Joined] = []
         waiting: dict[Any, Joined] = {}
@@ -146,7 +149,7 @@ class DotProducts:
         apart: list[int] = []
         scattered: tuple[list[int], list[int]] = [], []
         largest = LARGEST_JOINED if self.anchor.stride == 1 else math.inf
-        for index, (w, g, knob) in enumerate(zip(weights, gradients, knobs, strict=True)):
+        for index, (w, g, group) in enumerate(zip(weights, gradients, groups, strict=True)):
             if g is None:
                 continue
             is_plain = {type(w), type(g)} <= {Tensor, nn.Parameter} and not g.is_sparse and not w.is_complex()
@@ -164,8 +167,8 @@ class DotProducts:
             anchor = self.anchor.beside(w, index).contiguous()
             is_home = anchor is self.anchor.copies[index]
             for pieces in _pieces((w, anchor, g), columns):
-                key = knob, factor, is_home, w.device, w.dtype, None if columns is None else pieces[0].shape[1:]
-                here = waiting.setdefault(key, Joined(knob, factor, [], [], [], []))
+                key = group, factor, is_home, w.device, w.dtype, None if columns is None else pieces[0].shape[1:]
+                here = waiting.setdefault(key, Joined(group, factor, [], [], [], []))
                 for cuts, piece in zip((here.weights, here.anchors, here.gradients), pieces, strict=True):
                     place = piece.shape, piece.stride(), int(piece.storage_offset())
                     cuts.append((index, None if columns is None and w.dim() == 1 else place))
