@@ -371,7 +371,7 @@ def test_where_held_out_data_have_a_say_a_tiny_model_takes_two_more_warm_ups() -
     assert (rates[warm - 1], rates[3 * warm - 1]) == (pytest.approx(level.lr / room), level.lr)
     told = [text for text in said if text]
     assert told == [
-        f"the learning rate starts from {level.lr / room:.3g}, at which a step changes the weights by about 0.3%, and "
+        f"the learning rate starts from {level.lr / room:.3g}, at which a step changes the weights by about 0.27%, and "
         f"reaches {level.lr:.3g} at step {3 * warm}"
     ]
     far = Level(1000, peak=100 * level.lr, hint=True, watched=True)

@@ -338,7 +338,7 @@ class Level:
             return ""
         if not self.hint:
             first = self.lr * self._unroomed
-            change = f"at which a step changes the weights by about {first * self.last / self._weights:.1%}"
+            change = f"at which a step changes the weights by about {100 * first * self.last / self._weights:.2g}%"
             if self._part < 1:
                 change = f"as for the whole model, of which this optimizer trains {self._part:.1%}"
             return f"the learning rate starts from {first:.3g}, {change}" + (
