@@ -10,7 +10,7 @@ before: some calls for each tensor in every step would show in the step time of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +35,13 @@ Cut = tuple[int, tuple[Sequence[int], Sequence[int], int] | None]
 
 
 class Joined(NamedTuple):
-    """Pieces of tensors that are alike, of one param group, and what their dot product counts.
-
-    ``views``: the anchor's pieces, where they are on the weights' device.
-    """
+    """Pieces of tensors that are alike, of one param group, and of their anchors, and what their dot product counts."""
 
     group: int
     factor: float
     weights: list[Cut]
-    anchors: list[Cut]
     gradients: list[Cut]
-    views: list[Tensor]
+    anchors: list[Tensor]
 
 
 class Plan(NamedTuple):
@@ -98,11 +94,7 @@ class DotProducts:
         found = []
         for joined in plan.joined:
             w, g = torch.cat(_cut(weights, joined.weights)), torch.cat(_cut(own, joined.gradients))
-            if joined.views:
-                a = torch.cat(joined.views)
-            else:
-                away = {index: self.anchor.beside(weights[index], index).contiguous() for index, _ in joined.anchors}
-                a = torch.cat(_cut(away, joined.anchors))
+            a = torch.cat(joined.anchors)
             wide = torch.promote_types(w.dtype, torch.float32)
             found.append((knob_of_group[joined.group], (w - a).to(wide).mul_(g).sum(), joined.factor))
         for index, displacement in self.anchor.displacements(parameters, plan.apart):
@@ -152,8 +144,10 @@ class DotProducts:
         for index, (w, g, group) in enumerate(zip(weights, gradients, groups, strict=True)):
             if g is None:
                 continue
+            a = self.anchor.copies[index]
             is_plain = {type(w), type(g)} <= {Tensor, nn.Parameter} and not g.is_sparse and not w.is_complex()
-            if not is_plain or w.dtype != g.dtype or w.numel() > largest:
+            is_beside = (a.device, a.dtype) == (w.device, w.dtype) == (g.device, g.dtype) and a.is_contiguous()
+            if not is_plain or not is_beside or w.numel() > largest:
                 apart.append(index)
                 continue
             columns = self.anchor.columns[index]
@@ -164,31 +158,29 @@ class DotProducts:
             if not _is_matrix(g, columns):
                 g = g.contiguous()
                 scattered[1].append(index)
-            anchor = self.anchor.beside(w, index).contiguous()
-            is_home = anchor is self.anchor.copies[index]
-            for pieces in _pieces((w, anchor, g), columns):
-                key = group, factor, is_home, w.device, w.dtype, None if columns is None else pieces[0].shape[1:]
-                here = waiting.setdefault(key, Joined(group, factor, [], [], [], []))
-                for cuts, piece in zip((here.weights, here.anchors, here.gradients), pieces, strict=True):
+            for of_weights, of_gradients, of_anchor in _pieces(w, g, a, columns):
+                key = group, factor, w.device, w.dtype, None if columns is None else of_anchor.shape[1:]
+                here = waiting.setdefault(key, Joined(group, factor, [], [], []))
+                for cuts, piece in ((here.weights, of_weights), (here.gradients, of_gradients)):
                     place = piece.shape, piece.stride(), int(piece.storage_offset())
                     cuts.append((index, None if columns is None and w.dim() == 1 else place))
-                here.views.extend(pieces[1:2] if is_home else ())
-                size[key] = size.get(key, 0) + pieces[0].numel()
+                here.anchors.append(of_anchor)
+                size[key] = size.get(key, 0) + of_anchor.numel()
                 if size[key] >= MAX_JOINED:
                     joined.append(waiting.pop(key))
                     del size[key]
         return Plan([*joined, *waiting.values()], apart, scattered)
 
 
-def _pieces(tensors: tuple[Tensor, Tensor, Tensor], columns: Columns | None) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of a parameter, the anchor and the gradient what the anchor holds, as views."""
-    w, a, g = tensors
+def _pieces(w: Tensor, g: Tensor, a: Tensor, columns: Columns | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of weights and gradient what the anchor holds of them, and the anchor, as views."""
     if columns is None or not w.numel():  # a rank without a row of it has a term, too: zero
-        return [(w.view(-1), a.view(-1), g.view(-1))]
+        yield w.view(-1), g.view(-1), a.view(-1)
+        return
     pieces = columns.pieces(w)
     parts = a.split_with_sizes([piece.shape[0] * piece.shape[1] for piece in pieces])
-    views = [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
-    return list(zip(pieces, views, columns.pieces(g), strict=True))
+    for piece, of_gradient, part in zip(pieces, columns.pieces(g), parts, strict=True):
+        yield piece, of_gradient, part.view(piece.shape)
 
 
 def _is_matrix(tensor: Tensor, columns: Columns | None) -> bool:
@@ -200,7 +192,7 @@ def _is_matrix(tensor: Tensor, columns: Columns | None) -> bool:
     return True
 
 
-def _cut(tensors: Sequence[Tensor] | Mapping[int, Tensor], cuts: Sequence[Cut]) -> list[Tensor]:
+def _cut(tensors: Sequence[Tensor], cuts: Sequence[Cut]) -> list[Tensor]:
     return [tensors[index] if place is None else tensors[index].as_strided(*place) for index, place in cuts]
 
 
