@@ -72,7 +72,7 @@ class DotProducts:
         self._shares_of: tuple[list[int], list[float]] = [], []
         """What each parameter counts, and by which they are known: asked for in every sample."""
         self._plans: dict[Any, Plan] = {}
-        """By how the tensors lie in memory. They are of an anchor that has moved so often:"""
+        """By how the tensors lie in memory; for the anchor as it is since it has moved the last time."""
         self._num_renewed = -1
 
     def of(
@@ -121,7 +121,7 @@ class DotProducts:
         if self._num_renewed != self.anchor.num_renewed:
             self._plans, self._num_renewed = {}, self.anchor.num_renewed
         key = (
-            tuple([(w.device, w.dtype, w.stride(), w.storage_offset()) for w in weights]),
+            tuple([(w.device, w.dtype, w.shape, w.stride(), w.storage_offset()) for w in weights]),
             tuple([None if g is None else g.is_sparse or (g.dtype, g.stride(), g.storage_offset()) for g in gradients]),
             tuple(groups),
             tuple(shares),

@@ -6,7 +6,6 @@ The share is a few entries of every row of a parameter: the same on every rank, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -73,12 +72,20 @@ class Columns(NamedTuple):
 
         Each is a view (blocks, rows, columns), where the tensor is a matrix in memory.
         """
-        matrix = tensor
-        if tensor.dim() != 2:
-            matrix = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, self.width)
-        first = matrix.storage_offset()
-        cuts = _cuts(self, matrix.shape[0], *matrix.stride())
-        return [matrix.as_strided(size, stride, first + start) for size, stride, start in cuts]
+        matrix = tensor.reshape(tensor.shape[0] if tensor.dim() > 1 else 1, self.width)
+        size, (down, right), s = len(matrix), matrix.stride(), self.stride
+        shift = self.row % s
+        head = min(size, -self.row % s)  # rows of a block that has begun on another rank
+        blocks, tail = divmod(size - head, s)
+        return [
+            matrix.as_strided(
+                (number, rows, self.shape[1]),
+                (s * down, down + right, s * right),
+                matrix.storage_offset() + start * down + column * right,
+            )
+            for number, rows, start, column in ((1, head, 0, shift), (blocks, s, head, 0), (1, tail, size - tail, 0))
+            if number * rows
+        ]
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same as one matrix."""
@@ -91,29 +98,16 @@ class Columns(NamedTuple):
         return values.reshape(len(rows), self.width).gather(1, ((rows + self.row) % self.stride).unsqueeze(1) + kept)
 
 
-@lru_cache(maxsize=1024)
-def _cuts(columns: Columns, num_rows: int, down: int, right: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Size, stride and start of each piece of a matrix with these strides: asked for in every round."""
-    s, width = columns.stride, columns.shape[1]
-    head = min(num_rows, -columns.row % s)  # rows of a block that has begun on another rank
-    blocks, tail = divmod(num_rows - head, s)
-    found = ((1, head, 0, columns.row % s), (blocks, s, head, 0), (1, tail, num_rows - tail, 0))
-    return [
-        ((number, rows, width), (s * down, down + right, s * right), start * down + column * right)
-        for number, rows, start, column in found
-        if number * rows
-    ]
-
-
 def columns_of(parameter: Tensor, stride: int) -> Columns | None:
     """What is kept of a parameter; None for all of it.
 
     That is so where it is small, and where it is sharded in another way than by its rows.
     """
-    if stride == 1:
-        return None
-    found, row = sharding(parameter), 0
+    found = sharding(parameter)
     shape = parameter.shape if found is None else found.shape
+    if stride == 1 or shape.numel() < SMALL_TENSOR:
+        return None
+    row = 0
     cuts = [] if found is None else [p for p in found.placements if not p.is_replicate()]
     if found is not None and cuts:
         from torch.distributed.tensor import Shard  # loaded already: a parameter lies on a mesh
@@ -122,13 +116,6 @@ def columns_of(parameter: Tensor, stride: int) -> Columns | None:
         if len(shape) == 1 or any(type(p) is not Shard or p.dim != 0 for p in cuts):
             return None
         row = _first_row(found)
-    return _columns(shape, stride, row)
-
-
-@lru_cache(maxsize=1024)
-def _columns(shape: torch.Size, stride: int, row: int) -> Columns | None:
-    if shape.numel() < SMALL_TENSOR:
-        return None
     num_rows = shape[0] if len(shape) > 1 else 1
     width = shape.numel() // num_rows
     most = min(stride, width // 2)
@@ -276,10 +263,7 @@ class Anchor:
 
     def beside(self, tensor: Tensor, index: int) -> Tensor:
         """The copy of this index, of a tensor's kind and on its device."""
-        copy = self.copies[index]
-        if copy.dtype == tensor.dtype and copy.device == tensor.device:
-            return copy
-        return copy.to(device=tensor.device, dtype=tensor.dtype, non_blocking=True)
+        return self.copies[index].to(device=tensor.device, dtype=tensor.dtype, non_blocking=True)
 
     def saved(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The copies in the form to be saved; before there are any, those that a first step would make."""
